@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, b
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import DataError, MissingInputError, run_command
-from megatron_neobert.huggingface.hub import go_offline
+from megatron_neobert.huggingface.hub import go_offline, model_name
 
 TASK = "Banking77Classification"
 # Accuracy in percent, the mean of mteb's ten draws of training texts: 0.80042 in the repository embeddings-benchmark/
@@ -48,8 +48,8 @@ def main() -> int:
             device=arguments.device,
         )
     )
-    (record,) = arguments.output.glob("*/mteb.json")
-    score = read_record(record)["results"]["tasks"][TASK]["score"]
+    record = read_record(arguments.output / model_name(model) / "mteb.json")
+    score = record["results"]["tasks"][TASK]["score"]
     print(f"{TASK}: published {PUBLISHED}, measured {score:.2f}")
     return int(abs(score - PUBLISHED) > TOLERANCE)
 

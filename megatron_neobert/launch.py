@@ -26,7 +26,6 @@ from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED_EARLY,
@@ -36,6 +35,7 @@ from megatron_neobert.errors import (
     WorkerError,
     run_command,
 )
+from megatron_neobert.planning.assumed_data import open_or_assume_phases
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import Node, find_node, whole_number
 from megatron_neobert.runtime.store import reach_store, serve_store
@@ -73,13 +73,9 @@ def main() -> int:
     command = parse_command_line(arguments, world_size=world_size)
     settings = command.settings
     check_folders(settings.checkpoint)
+    opened = open_or_assume_phases(settings)
     if settings.data.data_path:
-        opened = open_phases(settings)
         refuse_unfit_start(settings, opened)
-    else:  # a plan without a corpus
-        from megatron_neobert.planning.assumed_data import assume_phases
-
-        opened = assume_phases(settings)
     refuse_full_disk(settings, vocab_size=opened[0].tokenizer.vocab_size)
     cores = len(os.sched_getaffinity(0))
     if not is_given and not gpus and not command.plan.gpus:

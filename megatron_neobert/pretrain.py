@@ -30,11 +30,10 @@ def main() -> int:
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
     if command.dry_run:
-        from megatron_neobert.data.batches.corpora import open_phases
-        from megatron_neobert.planning.assumed_data import assume_phases
+        from megatron_neobert.planning.assumed_data import open_or_assume_phases
         from megatron_neobert.planning.plan import print_plan
 
-        opened = open_phases(command.settings) if command.settings.data.data_path else assume_phases(command.settings)
+        opened = open_or_assume_phases(command.settings)
         return print_plan(command.settings, opened, command.plan, world_size=command.world_size)
     from megatron_neobert.runtime.watcher import Watcher
 

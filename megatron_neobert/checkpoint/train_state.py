@@ -29,9 +29,8 @@ class TrainState:
     skipped_iterations: int = 0  # iterations without an update, see skip_reason in training/step.py
     skipped_in_a_row: int = 0  # skipped iterations since the last update
     validated_iteration: int = 0  # iteration of the last complete validation
-    first_corpus_sha256: str = (
-        ""  # identity of the corpus or blend of the first phase, whose held-out documents validate
-    )
+    # Identity of the corpus or blend of the first phase, whose held-out documents validate.
+    first_corpus_sha256: str = ""
     read_corpora: tuple[ReadCorpus, ...] = ()  # by this run and the runs before it
 
 

@@ -12,7 +12,7 @@ from megatron_neobert.evaluation.options import (
     NerOptions,
     PerplexityOptions,
     ThroughputOptions,
-    find_inputs,
+    with_local_model,
 )
 from megatron_neobert.huggingface.hub import find_models, go_offline
 
@@ -22,20 +22,21 @@ def evaluate_glue(options: GlueOptions) -> None:
 
     Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md.
     """
-    _fine_tune(find_inputs(options, FETCH_GLUE), "glue")
+    _fine_tune(with_local_model(options, FETCH_GLUE), "glue")
 
 
 def evaluate_ner(options: NerOptions) -> None:
     """Fine-tune and evaluate an encoder on named-entity recognition, from CoNLL files or the Hub's."""
-    _fine_tune(find_inputs(options, "create it, with one folder per dataset"), "ner")
+    _fine_tune(with_local_model(options, "create it, with one folder per dataset"), "ner")
 
 
 def evaluate_classify(options: ClassifyOptions) -> None:
     """Fine-tune and evaluate an encoder on your own texts and labels, from CSV, JSON lines or Parquet files."""
-    options = find_inputs(options, "create it, with NAME.csv for each dataset")
+    options = with_local_model(options, "create it, with NAME.csv for each dataset")
     from megatron_neobert.evaluation.classify_data import read_datasets
 
-    read_datasets(options)  # fails before torch is imported; later calls find the rows in a cache
+    for _ in read_datasets(options):  # fails before torch is imported
+        pass
     _fine_tune(options, "classify")
 
 
@@ -68,7 +69,7 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 def evaluate_mteb(options: MtebOptions) -> None:
     """Evaluate an encoder on MTEB, without network access."""
-    options = find_inputs(options, "on a machine with network: neobert fetch mteb --output DIR")
+    options = with_local_model(options, "on a machine with network: neobert fetch mteb --output DIR")
     from megatron_neobert.evaluation.mteb import run_mteb
 
     run_mteb(options)

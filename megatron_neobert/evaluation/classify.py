@@ -68,12 +68,12 @@ def run_classify(options: ClassifyOptions) -> Path:
     DataError if a dataset has one class only.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
-    datasets = read_datasets(options)
     tasks = [
-        ClassifyTask(name, tuple(splits), ("accuracy",), tuple(labels_of(splits))) for name, splits in datasets.items()
+        ClassifyTask(name, tuple(splits), ("accuracy",), tuple(labels_of(splits)))
+        for name, splits in read_datasets(options)
     ]
     for task in tasks:
-        data = {split: rows.digest for split, rows in datasets[task.name].items()}
+        data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
         grid = GRIDS[options.grid].replace(options)
         run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
     # After all runs, because it initializes CUDA, and each run chooses its GPU before that.

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,8 +20,8 @@ _ENDINGS = (".csv", ".jsonl", ".parquet")
 _WHOLE_FLOAT = re.compile(r"^(-?(?:0|[1-9]\d*))\.0+$")
 
 
-def read_datasets(options: ClassifyOptions) -> dict[str, dict[str, Rows]]:
-    """Return {name: {split: rows}} of the datasets that the options choose.
+def read_datasets(options: ClassifyOptions) -> Iterator[tuple[str, dict[str, Rows]]]:
+    """Yield (name, {split: rows}) for each dataset that the options choose.
 
     Raises MissingInputError without a dataset, and DataError if a dataset has one class only or cannot be used.
     """
@@ -31,11 +31,11 @@ def read_datasets(options: ClassifyOptions) -> dict[str, dict[str, Rows]]:
             f"--data-dir {options.data_dir} has no dataset; add NAME.csv with the columns text and label, or a folder "
             "NAME with train.csv."
         )
-    found = {name: read_dataset(options.data_dir, name) for name in names}
-    for name, splits in found.items():
+    for name in names:
+        splits = read_dataset(options.data_dir, name)
         if len(labels := labels_of(splits)) < 2:
             raise DataError(f"{options.data_dir / name}: every row has the label {labels[0]!r:.80}; add other classes.")
-    return found
+        yield name, splits
 
 
 def labels_of(splits: dict[str, Rows]) -> list[str]:

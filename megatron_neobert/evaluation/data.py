@@ -137,8 +137,8 @@ def _read_table(path: Path, columns: Sequence[str], texts: Sequence[str]) -> pya
             table = parquet.ParquetFile(path).read()
         elif path.suffix == ".jsonl":
             rows = list(read_json_lines(path))
-            cells: dict[str, list[Any]] = {name: [None] * len(rows) for row in rows for name in row}
-            cells |= {name: [row.get(name) for row in rows] for name in columns if name in cells}
+            names = dict.fromkeys(name for row in rows for name in row)
+            cells = {name: [row.get(name) if name in columns else None for row in rows] for name in names}
             cells |= {name: [to_text(cell) for cell in cells[name]] for name in texts if name in cells}
             table = pyarrow.table(cells)
         else:
@@ -232,6 +232,8 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
 
 @dataclass(frozen=True)
 class Rows:
+    """Texts and labels of the rows of one split."""
+
     texts: list[list[str]]  # by column, then by row
     labels: list[Any]
     digest: str  # of all values

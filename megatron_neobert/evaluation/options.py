@@ -158,8 +158,11 @@ class EmbedderOptions:
 Options = TypeVar("Options", bound=FineTuneOptions | MtebOptions | EmbedderOptions)
 
 
-def find_inputs(options: Options, remedy: str) -> Options:
-    """Return the options with a local folder as model, after checking that it and --data-dir exist. Go offline."""
+def with_local_model(options: Options, remedy: str) -> Options:
+    """Return the options with the folder of the model, which may be in the Hub's cache. Go offline.
+
+    Raise MissingInputError if there is no such model, or no --data-dir, with `remedy`.
+    """
     require_folder("--data-dir", options.data_dir, remedy=remedy)
     options = replace(options, model=find_model("--model", options.model))
     go_offline()

@@ -248,12 +248,11 @@ def _best_points(records: Sequence[Record], *, metric: str | None = None) -> lis
             scores = dict(result["metrics"])
             chosen = [scores.pop(name, None) for name in (metric, f"test_{metric}")] if metric else [result["score"]]
             metrics = ", ".join(f"{name} {_percent(value)}" for name, value in scores.items())
-            counts = record.settings[task].get("rows", {})
-            counted = ", ".join(f"{split} {count:,}" for split, count in counts.items())
+            counted = ", ".join(f"{split} {count:,}" for split, count in record.settings[task]["rows"].items())
             point = [f"{result['best_point'][name]:g}" for name in ("batch_size", "learning_rate", "weight_decay")]
             by_seed = [" ".join(map(str, result[name])) for name in ("seeds", "best_steps", "steps")]
             cost = [*by_seed, str(result["points"]), f"{result['seconds'] / 3600:.2f}"]
-            first = [_percent(score) if score else "–" for score in chosen]
+            first = ["–" if score is None else _percent(score) for score in chosen]
             rows.append([record.model.name, task, *first, metrics, counted, *point, *cost, result["kept"] or "–"])
         for task, settings in record.settings.items():
             compared = {name: settings.get(name) for name in ("grid", "seeds", "data")}

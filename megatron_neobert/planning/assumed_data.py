@@ -12,7 +12,7 @@ from tokenizers import models
 from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
-from megatron_neobert.data.batches.corpora import OpenedCorpora
+from megatron_neobert.data.batches.corpora import OpenedCorpora, open_phases
 from megatron_neobert.data.batches.order import split_documents
 from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus.reader import Corpus
@@ -63,6 +63,11 @@ def assumptions(settings: Settings) -> list[str]:
         f"no --data-path, so documents like RefinedWeb's (median {MEDIAN_TOKENS} tokens, mean {MEAN_TOKENS})"
         f"{vocabulary}; --data-path and --tokenizer-model plan with your data"
     ]
+
+
+def open_or_assume_phases(settings: Settings) -> list[OpenedCorpora]:
+    """Return the data of each phase: opened, or assumed for a plan without --data-path."""
+    return open_phases(settings) if settings.data.data_path else assume_phases(settings)
 
 
 def assume_phases(settings: Settings) -> list[OpenedCorpora]:

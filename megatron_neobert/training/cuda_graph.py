@@ -87,8 +87,8 @@ def mark_weights_as_updated(run: Run) -> None:
     """Make the next forward pass gather the weights of other ranks, if gathering overlaps with computing.
 
     Megatron gathers a bucket of weights unless its `param_gather_dispatched` is set. Each forward pass sets the flag,
-    and the end of a backward pass clears it, but a replay does not. Otherwise a graph that is captured
-    after a validation would have no gather, and a validation after a replay would use outdated weights of other ranks.
+    and the end of a backward pass clears it, but a replay does not. With a wrong flag, a graph that is
+    captured after a validation has no gather, and a validation after a replay uses outdated weights of other ranks.
     """
     for group in run.model.bucket_groups:
         group.param_gather_dispatched = False

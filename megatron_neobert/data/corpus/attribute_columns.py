@@ -48,7 +48,7 @@ def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
     """Return the attributes of a chunk as the bytes of an Arrow IPC file.
 
-    `columns` has, for each record key, one value per document of the chunk. None stands for a missing value.
+    `columns` maps a record key to the values of the chunk's documents. A missing value is None.
     """
     import pyarrow as pa
 

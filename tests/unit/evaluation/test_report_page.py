@@ -65,7 +65,7 @@ def put(folder, kind, results=None, *, name="mine", seed=17, tasks="MTEB(eng, v1
     settings = {"seed": seed, "tasks": tasks, "rows": {"ALLNLI": 7}}
     if kind == "glue":
         common = {"protocol": {"epochs": 10, "limit": None}, "seeds": [seed], "data": {}, "grid": {}, "device": name}
-        settings = dict.fromkeys(results["tasks"], common)
+        settings = dict.fromkeys(results["tasks"], common | {"rows": {"train": 2490}})
     write_record(path, folder=folder, fingerprint="0", settings=settings, results=results, origin=ORIGIN)
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"model": record["model"] | {"name": name}}))

@@ -189,6 +189,9 @@ def test_another_model_than_the_published_one_does_not_repeat_its_score(tmp_path
     for split in ("train", "test"):
         rows = [f'"{word}, {category}",{category}\n' for category in categories for word in ("one", "two", "three")]
         (tmp_path / f"{split}.csv").write_text("text,category\n" + "".join(rows))
+    other = tmp_path / "results" / "other_model" / "mteb.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
     flags = ("--model", model, "--data", tmp_path, "--output", tmp_path / "results")
     code, output, errors = run("benchmarks/published_scores.py", *flags)
     assert code == 1, errors
