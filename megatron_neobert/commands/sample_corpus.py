@@ -65,6 +65,7 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
     case or white space are left out.
     """
     chosen: dict[bytes, Document] = {}
+    size = 0  # not the count of the bar, which stays 0 if the user's environment disables tqdm
     with progress_bar(desc="documentation", total=budget_bytes, unit="B") as bar:
         files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
         for name in sorted(files, key=_keyed_hash):
@@ -72,8 +73,10 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
                 digest = hashlib.sha256(" ".join(document.content.casefold().split()).encode()).digest()
                 if digest not in chosen:
                     chosen[digest] = document
-                    bar.update(len(document.content.encode()))
-            if bar.n >= budget_bytes:
+                    document_bytes = len(document.content.encode())
+                    size += document_bytes
+                    bar.update(document_bytes)
+            if size >= budget_bytes:
                 break
     return sorted(chosen.values(), key=lambda document: _keyed_hash(document.url))
 

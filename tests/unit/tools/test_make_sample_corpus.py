@@ -1,5 +1,6 @@
 """The sample corpus: documentation is parsed, never executed, and gives the same documents every time."""
 
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -49,3 +50,12 @@ def test_same_packages_in_another_folder_give_the_same_shuffled_documents(tmp_pa
     urls = [document.url for document in chosen[0]]
     assert chosen[0] == chosen[1]
     assert urls != sorted(urls)  # shuffled
+
+
+def test_size_is_limited_with_and_without_a_progress_bar(tmp_path, monkeypatch):
+    write_package(tmp_path, {f"m{number}.py": f'"""{number} {PROSE}"""' for number in range(20)})
+    chosen = tool.choose_documents([tmp_path], budget_bytes=2 * len(PROSE))
+    assert 2 <= len(chosen) <= 3
+    # As the variable TQDM_DISABLE does.
+    monkeypatch.setattr(tool, "progress_bar", partial(tool.progress_bar, disable=True))
+    assert tool.choose_documents([tmp_path], budget_bytes=2 * len(PROSE)) == chosen
