@@ -83,6 +83,12 @@ def test_attributes_equal_those_of_a_plain_loop_in_the_order_of_the_corpus(works
     assert documents_in(choose_documents(corpus, ["meta_from in ['wiki', '7']"]), len(corpus)) == expected_numbers
 
 
+def test_attributes_have_the_same_bytes_for_any_number_of_workers(workspace):
+    for name, workers in (("one", 1), ("two", 2)):
+        workspace.run(name, record_keys=("meta.from",), workers=workers)
+    assert workspace.contents("one") == workspace.contents("two")
+
+
 def scored(record):
     return record._replace(fields={"score": len(record.text)} if record.text else {})
 
