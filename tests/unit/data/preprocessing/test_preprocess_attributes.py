@@ -13,7 +13,7 @@ from unit.data.preprocess_workspace import Workspace, arguments_of, cut_small, r
 from unit.data.small_corpus import documents_in
 
 from megatron_neobert.data.corpus.attributes import choose_documents
-from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.reader import check_content
 
 RECORDS = 60
 VALUES = ["wiki", "web", "b\u00fccher", None, 7]
@@ -143,12 +143,3 @@ def test_numbers_of_tables_keep_their_identity(workspace):
     assert (table["id"].type, table["id"].to_pylist()) == (pa.int64(), [2**60 + 1, 2, 3, 7, None, 9])
     for expression, expected in (("score>=0.7", [0, 2, 3, 5]), (f"id=={2**60 + 1}", [0]), (f"id=={2**60}", [])):
         assert documents_in(choose_documents(corpus, [expression]), 6) == expected
-
-
-def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(workspace):
-    workspace.run()
-    manifest = workspace.corpus().files.manifest
-    earlier = {"source_key": "from", "sources": {"a": {"documents": 1, "tokens": 1}}, "eod_id": None}
-    earlier["filters"] = {"min_tokens": 0, "max_tokens": None}
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | earlier))
-    check_content(Corpus(workspace.corpus().prefix))
