@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From Parquet files to an evaluated model within thirty minutes on one H100 or H200:
+# From Parquet files to an evaluated model: within thirty minutes on one H100 or H200, within two hours on two CPU cores:
 #
 #   bash examples/half_hour.sh DATA TOKENIZER RUN [GLUE]
 #
@@ -7,9 +7,10 @@
 # TOKENIZER is a vocabulary, a tokenizer folder or a model of the Hub, such as bert-base-uncased. RUN is the folder of all results.
 # GLUE is a folder with SST-2, CoLA and RTE (docs/evaluation.md); without it, these tasks are left out.
 #
-# The script preprocesses the files, trains half_hour.yaml, stops halfway and resumes, converts the checkpoints at an
-# eighth, a quarter, a half and the end of the run, verifies the last, and evaluates each beside the same model
-# untrained. SEEDS="0 1 2" are the seeds of CoLA and RTE. The same command skips finished stages.
+# The script preprocesses the files, trains half_hour.yaml (without a GPU: cpu_hour.yaml), stops halfway and resumes,
+# converts the checkpoints at an eighth, a quarter, a half and the end of the run, verifies the last, and evaluates each
+# beside the same model untrained. SEEDS="0 1 2" are the seeds of the word order, CoLA and RTE. The same command skips
+# finished stages.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
@@ -19,8 +20,14 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 mkdir -p "$3"
 run=$(cd "$3" && pwd -P)
 data=$1 tokenizer=$2 glue=${4-}
-config=${CONFIG:-$repository/examples/configs/half_hour.yaml}
 export PYTHON=${PYTHON:-python3}
+if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    config=$repository/examples/configs/half_hour.yaml dtype=bfloat16 rate=1e-4
+else # an hour of training on two cores
+    config=$repository/examples/configs/cpu_hour.yaml dtype=float32 rate=3e-4
+    export NPROC_PER_NODE=${NPROC_PER_NODE:-2}
+fi
+config=${CONFIG:-$config}
 neobert() { "$PYTHON" -m megatron_neobert "$@"; }
 stage() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
@@ -48,7 +55,7 @@ fi
 [[ $status == 0 ]] || exit "$status"
 # The control: one iteration at a rate that changes no weight.
 train --save "$run/untrained" --load "$run/untrained" --train-iters 1 --lr 1e-12 --lr-warmup-iters 0 --lr-decay-iters 1 \
-    --eval-iters 0
+    --eval-iters 0 --phases '[]'
 
 stage "Conversion"
 models=("$run/models/untrained")
@@ -69,25 +76,25 @@ done
 for process in "${processes[@]}"; do wait "$process"; done
 neobert verify "$trained" "$run/models/eurobert"
 
-device() { "$PYTHON" -c 'import torch; print("bfloat16" if torch.cuda.is_available() else "float32")'; }
-dtype=$(device)
-if [[ -n $glue ]]; then
-    stage "GLUE: five models at a time"
-    fine_tune() { # fine_tune MODEL: a process of its own, because small models leave most of a GPU idle
-        local common=(--model "$1" --data-dir "$glue" --output "$run/results" --no-transfer --batch-size 32
-            --learning-rate 1e-4 --weight-decay 0.01 --max-length 128 --dtype "$dtype")
-        read -ra seeds <<<"${SEEDS:-0}"
-        neobert evaluate glue "${common[@]}" --tasks cola --epochs 3 --seeds "${seeds[@]}"
-        neobert evaluate glue "${common[@]}" --tasks rte --epochs 3 --seeds "${seeds[@]}"
-        neobert evaluate glue "${common[@]}" --tasks sst2 --epochs 1
-    }
-    processes=()
-    for model in "${models[@]}"; do
-        fine_tune "$model" >"$run/glue-${model##*/}.log" 2>&1 &
-        processes+=($!)
-    done
-    for process in "${processes[@]}"; do wait "$process" || { tail -n 5 "$run"/glue-*.log >&2; exit 1; }; done
-fi
+stage "Word order${glue:+ and GLUE}: five models at a time"
+[[ -e $run/word_order/swaps ]] || "$PYTHON" "$repository/examples/word_order.py" "$held_out" "$run/word_order/swaps"
+fine_tune() { # fine_tune MODEL: a process of its own, because small models leave most of a GPU idle
+    local seeds common=(--model "$1" --output "$run/results" --batch-size 32 --learning-rate "$rate"
+        --weight-decay 0.01 --max-length 128 --dtype "$dtype")
+    read -ra seeds <<<"${SEEDS:-0}"
+    neobert evaluate classify "${common[@]}" --data-dir "$run/word_order" --epochs 4 --seeds "${seeds[@]}"
+    [[ -n $glue ]] || return 0
+    common+=(--data-dir "$glue" --no-transfer)
+    neobert evaluate glue "${common[@]}" --tasks cola --epochs 3 --seeds "${seeds[@]}"
+    neobert evaluate glue "${common[@]}" --tasks rte --epochs 3 --seeds "${seeds[@]}"
+    neobert evaluate glue "${common[@]}" --tasks sst2 --epochs 1
+}
+processes=()
+for model in "${models[@]}"; do
+    fine_tune "$model" >"$run/fine_tuning-${model##*/}.log" 2>&1 &
+    processes+=($!)
+done
+for process in "${processes[@]}"; do wait "$process" || { tail -n 5 "$run"/fine_tuning-*.log >&2; exit 1; }; done
 
 stage "Pseudo-perplexity of held-out texts, throughput, report"
 neobert evaluate ppl --model "${models[@]}" --data "$held_out" --output "$run/results" --positions-per-doc 32 \
