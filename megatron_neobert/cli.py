@@ -15,9 +15,9 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from megatron_neobert.errors import LONGEST_REASON, ConfigError, suggestion
 from megatron_neobert.megatron_flags import REPLACEMENTS
@@ -58,6 +58,45 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class OptionField(NamedTuple):
+    """A field of a dataclass of options, with its resolved type."""
+
+    name: str
+    default: Any  # MISSING if the field is required
+    metadata: Mapping[str, Any]
+    type: Any  # of the value, or of each entry of a list
+    is_list: bool
+    is_optional: bool
+    choices: tuple[str, ...]  # empty if all values are allowed
+
+    @property
+    def is_group(self) -> bool:
+        """True for a nested dataclass."""
+        return is_dataclass(self.type) and not self.is_list
+
+    @property
+    def shown_name(self) -> str:
+        """Flag of the field, or the placeholder of a positional argument."""
+        if self.metadata.get("positional"):
+            return self.metadata.get("metavar", self.name)
+        return self.metadata.get("flag") or flag_of(self.name)
+
+
+def option_fields(options_type: type) -> Iterator[OptionField]:
+    """Yield the fields of a dataclass."""
+    hints = typing.get_type_hints(options_type)
+    for item in fields(options_type):
+        plain = hints[item.name]
+        if is_optional := typing.get_origin(plain) in (typing.Union, types.UnionType):
+            plain = next(member for member in typing.get_args(plain) if member is not type(None))
+        if is_list := typing.get_origin(plain) is tuple:
+            plain = typing.get_args(plain)[0]
+        choices = item.metadata.get("choices") or ()
+        if typing.get_origin(plain) is Literal:
+            plain, choices = str, choices or typing.get_args(plain)
+        yield OptionField(item.name, item.default, item.metadata, plain, is_list, is_optional, choices)
+
+
 def run_function(
     function: Callable[..., int | None], arguments: Sequence[str], *, prog: str, run_flags: Callable[[], list[str]]
 ) -> int | None:
@@ -72,10 +111,10 @@ def run_function(
         ConfigError: With every problem of the command line. Errors of `function` propagate too.
     """
     options_type = typing.get_type_hints(function)["options"]
-    description = (function.__doc__ or "").partition("\n\n")[0]
     takes_run_flags = "flags" in inspect.signature(function).parameters
-    also = run_flags() if takes_run_flags else ()
-    parser = build_parser(options_type, prog=prog, description=description, also=also)
+    description = (function.__doc__ or "").partition("\n\n")[0]
+    parser = Parser(description, also=run_flags() if takes_run_flags else (), prog=prog)
+    add_flags(parser, options_type)
     if takes_run_flags:
         parsed, remaining = parser.parse_known_args(arguments)
         texts, problems = vars(parsed), parser.unknown_flags()
@@ -97,26 +136,16 @@ def read_values(options_type: type, texts: Mapping[str, Any]) -> tuple[Any, list
     """
     values: dict[str, Any] = {}
     problems = []
-    for item, item_type in typed_fields(options_type):
-        source = _shown_name(item)
-        if is_dataclass(item_type):
-            values[item.name], nested_problems = read_values(typing.cast(type, item_type), texts)
+    for item in option_fields(options_type):
+        if item.is_group:
+            values[item.name], nested_problems = read_values(item.type, texts)
             problems += nested_problems
         elif item.name in texts:
-            wrong = assign(values, item, item_type, texts[item.name], source=source, is_file_name=True)
-            if not wrong and (problem := value_problem(item, item_type, values[item.name], source=source)):
-                wrong = [problem]
-            problems += wrong
+            wrong = assign(values, item, texts[item.name], source=item.shown_name, is_file_name=True)
+            problems += wrong or value_problems(item, values[item.name], source=item.shown_name)
         elif item.default is MISSING:
-            problems.append(f"{source} is missing: {item.metadata['help'] or 'it is required'}.")
+            problems.append(f"{item.shown_name} is missing: {item.metadata['help'] or 'it is required'}.")
     return (None if problems else options_type(**values)), problems
-
-
-def typed_fields(options_type: type) -> Iterator[tuple[Field, Any]]:
-    """Yield each field of a dataclass and its type, with annotations that are strings resolved."""
-    hints = typing.get_type_hints(options_type)
-    for item in fields(options_type):
-        yield item, hints[item.name]
 
 
 # --- values
@@ -138,73 +167,67 @@ excerpt = _Excerpt().repr
 
 
 def assign(
-    values: dict[str, Any], item: Field, item_type: Any, value: Any, *, source: str, is_file_name: bool = False
+    values: dict[str, Any], item: OptionField, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
     """Store `value`, converted to the type of its field, as `values[item.name]`. Return [], or a list of one error.
 
+    Text is parsed as the type requires, also in YAML, which reads `1e-4` as text. An int can be written as `1e6`. For a
+    list, the value is a list or a single entry. "none" and "null" become None if the type allows None. Choices are not
+    checked.
+
     Args:
         source: Start of the error message: the flag, or the file and key.
-        is_file_name: Allow bytes that are not UTF-8 in a text.
+        is_file_name: Allow bytes that are not UTF-8 in a text, which file names can contain. Texts that are written to
+            a file again, such as the settings of a run, must be UTF-8.
     """
     read = item.metadata.get("read")
     try:
-        values[item.name] = read(value) if read else convert(value, item_type, is_file_name=is_file_name)
+        if read:
+            values[item.name] = read(value)
+        elif item.is_optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
+            values[item.name] = None
+        else:
+            entries = value if item.is_list and isinstance(value, list) else [value]
+            converted = tuple(_convert(entry, item.type, is_file_name=is_file_name) for entry in entries)
+            values[item.name] = converted if item.is_list else converted[0]
     except (ValueError, TypeError, OverflowError) as error:
-        reason = str(error) if read else f"is not {_describe_type(item_type, item)}."
+        reason = str(error) if read else f"is not {_describe_type(item)}."
         is_text_list = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
         return [f"{source} {excerpt(' '.join(value) if is_text_list else value)} {reason}"]
     return []
 
 
-def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> str:
-    """Return an error message if a value is too small, not finite, beyond 64 bits or not a choice; else ""."""
-    choices, minimum = choices_of(item, item_type), item.metadata.get("minimum")
+def value_problems(item: OptionField, value: Any, *, source: str) -> list[str]:
+    """Return an error message if a value is too small, not finite, beyond 64 bits or not a choice; else []."""
+    minimum = item.metadata.get("minimum")
     for entry in value if isinstance(value, tuple) else (value,):
-        if choices and entry is not None and entry not in choices:
-            hint = suggestion(str(entry), choices, otherwise=".")
-            return f"{source} {entry} is not one of {', '.join(choices)}{hint}"
+        if item.choices and entry is not None and entry not in item.choices:
+            hint = suggestion(str(entry), item.choices, otherwise=".")
+            return [f"{source} {entry} is not one of {', '.join(item.choices)}{hint}"]
         if isinstance(entry, bool) or not isinstance(entry, (int, float)):
             continue
         if minimum is not None and entry < minimum:
-            return f"{source} {entry} is below {minimum}, its smallest legal value."
+            return [f"{source} {entry} is below {minimum}, its smallest legal value."]
         if isinstance(entry, float) and not math.isfinite(entry):
-            return f"{source} {entry} is not finite; give a finite number."
+            return [f"{source} {entry} is not finite; give a finite number."]
         if isinstance(entry, int) and abs(entry) > _LARGEST_NUMBER:
-            return f"{source} {excerpt(entry)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."
-    return ""
+            return [f"{source} {excerpt(entry)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."]
+    return []
 
 
-def convert(value: Any, item_type: Any, *, is_file_name: bool = False) -> Any:
-    """Convert the text of a flag, or a YAML value, to the type of a field. Choices are not checked.
-
-    Text is parsed as the type requires, also in YAML, which reads `1e-4` as text. An int can be written as `1e6`. For a
-    tuple, the value is a list or a single entry. "none" and "null" become None if the type allows None.
-
-    Args:
-        is_file_name: Allow bytes that are not UTF-8, which file names can contain. Texts that are written to a file
-            again, such as the settings of a run, must be UTF-8.
-
-    Raises:
-        ValueError, OverflowError: The value does not have this type, or is an empty text or has a line break.
-    """
-    plain, optional = plain_type(item_type)
-    if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
-        return None
+def _convert(value: Any, plain: type, *, is_file_name: bool) -> Any:
+    """Convert a text or a YAML value, which is not a list. Raise ValueError or OverflowError if this is impossible."""
     if plain is bool and isinstance(value, bool):
         return value
-    if typing.get_origin(plain) is tuple:
-        entry_type = typing.get_args(plain)[0]
-        entries = value if isinstance(value, list) else [value]
-        return tuple(convert(entry, entry_type, is_file_name=is_file_name) for entry in entries)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):  # a bool is an int in Python
         raise ValueError(value)
-    if plain in (str, Path) or typing.get_origin(plain) is Literal:
+    if plain in (str, Path):
         text = str(value)
         encoded = os.fsencode(text) if is_file_name else text.encode()
         # An empty path would mean the current folder; line breaks and null bytes cannot be part of one line or a path.
         if not text.strip() or len(encoded) >= _PATH_MAX or set(text) & set("\0\n\r"):
             raise ValueError(value)
-        return Path(text) if plain is Path else text
+        return plain(text)
     if not str(value).isascii() or plain not in (int, float):  # int() accepts the digits of every script
         raise ValueError(value)
     if plain is float or isinstance(value, int):
@@ -216,38 +239,12 @@ def convert(value: Any, item_type: Any, *, is_file_name: bool = False) -> Any:
     return int(float(value))
 
 
-def plain_type(item_type: Any) -> tuple[Any, bool]:
-    """Return (int, True) for `int | None`, and (int, False) for `int`."""
-    if typing.get_origin(item_type) in (typing.Union, getattr(types, "UnionType", None)):
-        return next(member for member in typing.get_args(item_type) if member is not type(None)), True
-    return item_type, False
-
-
-def choices_of(item: Field, item_type: Any) -> tuple[str, ...]:
-    """Return the allowed values of a field, or of each entry of a list; empty if all values are allowed."""
-    plain, _ = plain_type(item_type)
-    if typing.get_origin(plain) is tuple:
-        plain = typing.get_args(plain)[0]
-    literals = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
-    return item.metadata.get("choices") or literals
-
-
-def _describe_type(item_type: Any, item: Field) -> str:
-    if choices := choices_of(item, item_type):
-        return f"one of {', '.join(choices)}."
-    plain, optional = plain_type(item_type)
-    is_list = typing.get_origin(plain) is tuple
-    entry_type = typing.get_args(plain)[0] if is_list else plain
-    name = {int: "whole number", float: "number", bool: "true or false"}.get(entry_type, "text")
-    described = name if entry_type is bool else f"a {name} or a list of {name}s" if is_list else f"a {name}"
-    return described + (" in UTF-8" if name == "text" else "") + (" or null" if optional else "")
-
-
-def _shown_name(item: Field) -> str:
-    """Return the flag of a field, or the placeholder of a positional argument."""
-    if item.metadata.get("positional"):
-        return item.metadata.get("metavar", item.name)
-    return item.metadata.get("flag") or flag_of(item.name)
+def _describe_type(item: OptionField) -> str:
+    if item.choices:
+        return f"one of {', '.join(item.choices)}."
+    name = {int: "whole number", float: "number", bool: "true or false"}.get(item.type, "text")
+    described = name if item.type is bool else f"a {name} or a list of {name}s" if item.is_list else f"a {name}"
+    return described + (" in UTF-8" if name == "text" else "") + (" or null" if item.is_optional else "")
 
 
 # --- the parser
@@ -313,13 +310,6 @@ class Parser(argparse.ArgumentParser):
         return f"unknown flag {' '.join(flag.split())[:80]}{hint}"
 
 
-def build_parser(options_type: type, *, prog: str, description: str, also: Iterable[str] = ()) -> Parser:
-    """Return a parser with the flags of a dataclass. It returns texts, which `read_values` converts."""
-    parser = Parser(description, also=also, prog=prog, argument_default=argparse.SUPPRESS)
-    add_flags(parser, options_type)
-    return parser
-
-
 def add_flags(
     parser: argparse._ActionsContainer,
     options_type: type,
@@ -335,41 +325,40 @@ def add_flags(
             repeated list flag then replaces the list instead of extending it.
     """
     container = parser
-    for item, item_type in typed_fields(options_type):
-        plain, _ = plain_type(item_type)
+    for item in option_fields(options_type):
         if "group" in item.metadata:
             container = parser.add_argument_group(item.metadata["group"])
-        if is_dataclass(item_type):
+        if item.is_group:
             group = parser.add_argument_group(item.metadata.get("help") or item.name)
-            add_flags(group, typing.cast(type, item_type), is_shown=is_shown, negatable=negatable)
+            add_flags(group, item.type, is_shown=is_shown, negatable=negatable)
             continue
         is_positional = item.metadata.get("positional")
-        names = [] if is_positional else [_shown_name(item)]
+        names = [] if is_positional else [item.shown_name]
         settings: dict[str, Any] = {
             "dest": item.name,
             "help": _help_of(item) if is_shown(item.name) else argparse.SUPPRESS,
+            "default": argparse.SUPPRESS,
         }
-        if plain is bool:
+        if item.type is bool:
             switch: Any = argparse.BooleanOptionalAction if negatable or item.default is not False else "store_true"
             container.add_argument(*names, action=switch, **settings)
             continue
-        choices = choices_of(item, item_type)
-        entry_type = typing.get_args(plain)[0] if typing.get_origin(plain) is tuple else plain
-        placeholder = "|".join(choices) or (item.name.upper() if is_positional else "TEXT")
-        placeholder = {int: "N", float: "X", Path: "PATH"}.get(entry_type, placeholder)
-        settings["metavar"] = item.metadata.get("metavar") or ("YAML" if is_dataclass(entry_type) else placeholder)
+        is_yaml = is_dataclass(item.type)
+        text = "YAML" if is_yaml else item.name.upper() if is_positional else "TEXT"
+        placeholder = {int: "N", float: "X", Path: "PATH"}.get(item.type, "|".join(item.choices) or text)
+        settings["metavar"] = item.metadata.get("metavar") or placeholder
         if item.metadata.get("repeat"):
             settings["action"] = "append"
-        elif typing.get_origin(plain) is tuple and not is_dataclass(entry_type):
+        elif item.is_list and not is_yaml:
             # A repeated flag of a command extends its list. A repeated flag of a run replaces it, as scripts rely on.
             settings |= {"nargs": "+", "action": "store" if negatable or not names else "extend"}
         action = container.add_argument(*names, **settings)
         # Only the shell gets the choices: argparse would stop at the first wrong value, and we report all of them.
-        if completions := item.metadata.get("completed") or choices:
+        if completions := item.metadata.get("completed") or item.choices:
             setattr(action, "completer", lambda values=completions, **_: values)  # noqa: B010  argcomplete's attribute
 
 
-def _help_of(item: Field) -> str:
+def _help_of(item: OptionField) -> str:
     text = item.metadata.get("help", "")
     if item.default is MISSING and not item.metadata.get("positional"):
         text += " (required)"

@@ -66,7 +66,11 @@ def main() -> int:
     signals.forward_stop_signals()
     node = find_node(starts="--dry-run" not in arguments)
     is_given = "NPROC_PER_NODE" in os.environ
-    gpus = 0 if is_given else _count_gpus()
+    gpus = 0
+    if not is_given and shutil.which("nvidia-smi"):
+        import torch  # takes longer than everything else in this launcher
+
+        gpus = torch.cuda.device_count()
     nproc = whole_number("NPROC_PER_NODE") if is_given else gpus or choose_cpu_ranks(arguments, nodes=node.nodes)
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
     world_size = node.nodes * nproc
@@ -94,15 +98,6 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, script, *arguments])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     return run_ranks(node, [script, *arguments], nproc=nproc, timeout_seconds=timeout_seconds, settings=settings)
-
-
-def _count_gpus() -> int:
-    # Importing torch takes longer than everything else in this launcher.
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def choose_cpu_ranks(arguments: Sequence[str], *, nodes: int) -> int:

@@ -81,8 +81,7 @@ def with_prefix(rate: float, unit: str) -> str:
     """Format a rate with three digits and an SI prefix: `151 k tokens/s` for 151_234 and the unit ` tokens/s`."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * factor:
-            scaled = rate / factor
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {prefix}{unit}"
+            return f"{approximate(rate / factor)} {prefix}{unit}"
     return f"{rate:.0f} {unit.strip()}"
 
 

@@ -1,13 +1,7 @@
 """The commands `neobert check environment` (can this machine train?) and `check parity` (are the models the same?).
 
-    neobert check environment [--save runs/first]
-    neobert check parity [--step]
-
-`check environment` prints versions, the kernels that training would choose, and problems with a remedy. It needs no
-package. Everything that imports torch runs in another process, because a compiled library that does not match torch can
-kill it.
-
-`check parity` with the default model, 28 x 768, takes half a minute on one core and 4 GB of memory.
+`check environment` needs no package. Everything that imports torch runs in another process, because a compiled library
+that does not match torch can kill it. `check parity` takes half a minute on one core and 4 GB of memory for 28 x 768.
 """
 
 import importlib
@@ -19,14 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import EXIT_UNAVAILABLE, ConfigError
-from megatron_neobert.runtime.environment import installed_packages, normalize
+from megatron_neobert.runtime.environment import installed_packages
 
 if TYPE_CHECKING:  # --help must not import torch
     from checkpoint_conversion.compare import Comparison
@@ -61,8 +55,22 @@ def check_environment(options: EnvironmentOptions) -> int:
 
     Return 0 if training can start; otherwise 69.
     """
-    # Without the right Python and packages, the other process would only repeat the problem.
-    can_train = show(package_findings()) and probe()
+    can_train = show(package_findings())
+    if can_train:  # otherwise the other process would only repeat the problem
+        command, code, failure = [sys.executable, "-m", __spec__.name if __spec__ else __name__], 1, ""
+        sys.stdout.flush()
+        try:
+            code = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PROBE_SECONDS, check=False).returncode
+        except subprocess.TimeoutExpired:
+            failure = f"no answer after {PROBE_SECONDS} s"
+        if code < 0:
+            failure = f"the process was ended by {signal.Signals(-code).name}"
+        if failure:
+            remedy = (
+                "install the torch version of constraints.txt, built for this machine; for a GPU, see nvidia-smi -q"
+            )
+            show([Finding("torch", failure, remedy)])
+        can_train = code == 0
     if options.save is not None:
         can_train = show(folder_findings(options.save)) and can_train
     print(f"Training {'can' if can_train else 'cannot'} start. For a bug report: python -m torch.utils.collect_env")
@@ -80,22 +88,20 @@ def show(findings: Iterable[Finding]) -> bool:
     return not has_problem
 
 
-def package_findings(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Yield the version of Python, and a problem for each package that is missing or outside its range.
-
-    `installed` has versions by name; by default, those of this environment.
-    """
+def package_findings() -> Iterator[Finding]:
+    """Yield the version of Python, and a problem for each package that is missing or outside its range."""
     yield Finding(f"Python {platform.python_version()}", sys.executable)
-    installed = installed_packages() if installed is None else installed
     try:
         from packaging.requirements import Requirement
+        from packaging.utils import canonicalize_name
 
         requirements = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
     except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
         yield Finding("packages", f"{PROJECT} or its requirements are not installed for {sys.executable}", PREPARE)
         return
+    installed = installed_packages()
     for package in requirements:
-        version = installed.get(normalize(package.name), "")
+        version = installed.get(canonicalize_name(package.name), "")
         if package.marker is not None and not package.marker.evaluate({"extra": ""}):
             continue
         if not version or not package.specifier.contains(version, prereleases=True):
@@ -113,24 +119,6 @@ def folder_findings(save: Path) -> Iterator[Finding]:
         yield Finding(f"--save {save}", f"a run cannot save checkpoints below {nearest}", remedy)
     else:
         yield Finding(f"--save {save}", f"{shutil.disk_usage(nearest).free // 2**30} GiB free")
-
-
-# --- another process
-
-
-def probe() -> bool:
-    """Show `torch_findings` from another process. Return True if no problem, crash or hang was found."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
-    sys.stdout.flush()
-    try:
-        code = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PROBE_SECONDS, check=False).returncode
-        failure = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else ""
-    except subprocess.TimeoutExpired:
-        code, failure = 1, f"no answer after {PROBE_SECONDS} s"
-    if failure:
-        remedy = "install the torch version of constraints.txt, built for this machine; for a GPU, see nvidia-smi -q"
-        show([Finding("torch", failure, remedy)])
-    return code == 0
 
 
 def torch_findings() -> Iterator[Finding]:

@@ -7,19 +7,21 @@ override the file, and the file overrides the defaults. All problems are reporte
 import argparse
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any
 
 import yaml
 
-from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, option, read_values, typed_fields
+import megatron_neobert
+from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, option, option_fields, read_values
 from megatron_neobert.config.phases import fit_micro_batches
-from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion, yaml_reason
 
-SECTIONS = {name: cast(type, section) for name, section in get_type_hints(Settings).items()}
+SECTIONS = {section.name: section.type for section in option_fields(Settings)}
+_FIELDS = {item.name: item for config in SECTIONS.values() for item in option_fields(config)}
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
+_RECIPES = Path(megatron_neobert.__file__).with_name("configs")  # installed with the package, and found by name
 # The settings that --help shows.
 FIRST = (
     *("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size"),
@@ -88,13 +90,11 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
         problems.append(f"{', '.join(map(flag_of, plan_texts))} only changes the plan; add --dry-run, or remove it.")
     if plan is not None and plan.gpus:
         world_size = plan.gpus[0]
-    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    if config is not None:
-        problems += _merge_file(find_config(config), values)
-    elif record is not None:
-        problems += _merge_file(record, values)
+    values: dict[str, Any] = {}
+    if path := record if config is None else find_config(config):
+        problems += _merge_file(path, values)
     for name, text in texts.items():
-        problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
+        problems += _assign(values, name, text, source=flag_of(name))
     # Invalid values have been reported, and are replaced by their defaults.
     settings = fit_micro_batches(_build(values), world_size=world_size)
     needs_data = not is_dry_run or bool(settings.data.data_path)
@@ -128,6 +128,17 @@ def run_flags() -> list[str]:
     return build_parser().all_flags()
 
 
+def recipes() -> list[str]:
+    """Return the names of all recipes, such as `tiny` or `ablations/m8`."""
+    return sorted(str(path.relative_to(_RECIPES).with_suffix("")) for path in _RECIPES.rglob("*.yaml"))
+
+
+def find_config(text: str) -> Path:
+    """Return the path that the user gave, or the recipe of this name if there is no such file."""
+    recipe = _RECIPES / f"{text}.yaml"
+    return recipe if recipe.is_file() and not Path(text).is_file() else Path(text)
+
+
 class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         build_parser(shown=tuple(_SECTION_OF)).print_help()
@@ -140,7 +151,7 @@ def read_settings(path: Path) -> Settings:
     Raises:
         ConfigError: The file has problems, such as unknown settings. The error lists all of them.
     """
-    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    values: dict[str, Any] = {}
     if problems := _merge_file(path, values):
         raise ConfigError(problems)
     return _build(values)
@@ -195,8 +206,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
-    """Add the settings of a YAML file to `values[section][name]`, and return error messages about the file.
+def _merge_file(path: Path, values: dict[str, Any]) -> list[str]:
+    """Add the settings of a YAML file to `values`, by name, and return error messages about the file.
 
     Raise MissingInputError if there is no such file.
     """
@@ -226,7 +237,12 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
         else:
             for key, value in (entries or {}).items():
                 name = _name_of(key)
-                problems += _assign(values, section, name, value, source=f"{path}: {section}.{name}")
+                if (right_section := _SECTION_OF.get(name)) == section:
+                    problems += _assign(values, name, value, source=f"{path}: {section}.{name}")
+                    continue
+                names = [item.name for item in fields(SECTIONS[section])]
+                hint = f"; it belongs to section {right_section!r}." if right_section else suggestion(name, names)
+                problems.append(f"{path}: unknown setting {section}.{name}{hint}")
     return problems
 
 
@@ -243,21 +259,15 @@ def _name_of(key: Any) -> str:
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else excerpt(key)
 
 
-def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
-    """Store `value`, converted to the type of its setting, in `values[section][name]`. Return error messages, or [].
+def _assign(values: dict[str, Any], name: str, value: Any, *, source: str) -> list[str]:
+    """Store `value`, converted to the type of its setting, in `values`. Return error messages, or [].
 
-    Nothing is stored for an unknown name or an invalid value, except the phases before the first invalid phase.
-    `source` is the flag, or FILE: SECTION.NAME, and begins the messages.
+    Nothing is stored for an invalid value, except the phases before the first invalid phase.
     """
-    settings = {item.name: (item, item_type) for item, item_type in typed_fields(SECTIONS[section])}
-    if name not in settings:
-        right_section = _SECTION_OF.get(name)
-        hint = f"; it belongs to section {right_section!r}." if right_section else suggestion(name, list(settings))
-        return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
-    if name == "phases":
-        values[section][name], problems = _read_phases(value, source=source)
-        return problems
-    return assign(values[section], *settings[name], value, source=source)
+    if name != "phases":
+        return assign(values, _FIELDS[name], value, source=source)
+    values[name], problems = _read_phases(value, source=source)
+    return problems
 
 
 def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], list[str]]:
@@ -275,7 +285,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], l
         return (), [f"{source} {excerpt(value)} is not a list of phases; each needs after_iters, as in {example}."]
     if len(entries) > _MOST_PHASES:
         return (), [f"{source} has {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
-    settings = {item.name: (item, item_type) for item, item_type in typed_fields(PhaseChange)}
+    settings = {item.name: item for item in option_fields(PhaseChange)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):
         values: dict[str, Any] = {}
@@ -283,7 +293,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], l
             name = _name_of(key)
             phase = f"{source}: phase {number}: "
             if name in settings:
-                problems += assign(values, *settings[name], setting_value, source=f"{phase}{name}")
+                problems += assign(values, settings[name], setting_value, source=f"{phase}{name}")
             elif name in _SECTION_OF:
                 problems.append(f"{phase}{name} cannot change within a run; a phase takes {', '.join(PHASE_SETTINGS)}.")
             else:
@@ -293,5 +303,10 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], l
     return tuple(phases), problems
 
 
-def _build(values: dict[str, dict[str, Any]]) -> Settings:
-    return Settings(**{name: config(**values[name]) for name, config in SECTIONS.items()})
+def _build(values: dict[str, Any]) -> Settings:
+    return Settings(
+        **{
+            section: config(**{item.name: values[item.name] for item in fields(config) if item.name in values})
+            for section, config in SECTIONS.items()
+        }
+    )

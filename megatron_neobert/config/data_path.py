@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -84,10 +85,19 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
             f"{flag} has {len(entries)} entries, {_shorten(' '.join(entries))}; several corpora need a weight each; "
             f"{_FORM}."
         )
-    weights = [_read_weight(text, path, problems, flag) for text, path in pairs]
-    components = [
-        _read_component(path, weight, problems, flag) for (_, path), weight in zip(pairs, weights, strict=True)
-    ]
+    components = []
+    for text, path in pairs:
+        weight = Fraction(0)
+        with suppress(ValueError):
+            # The float first, because Fraction("1e999999999") would not fit into memory.
+            if 0 < float(text) < math.inf:
+                weight = Fraction(text)
+        if not weight:
+            problems.append(
+                f"{flag}: {_shorten(repr(text))}, the weight of {_shorten(path)}, is not a finite number above 0; "
+                f"{_FORM}."
+            )
+        components.append(_read_component(path, weight, problems, flag))
     counts = Counter(str(component) for component in components)
     problems += [  # probably a mistake, because one entry with the sum of the weights is the same
         f"{flag} names {_shorten(text)} {count} times; name it once, with the sum of the weights."
@@ -119,19 +129,6 @@ def curve_names(entries: Sequence[str]) -> list[str]:
 def _shorten(text: str) -> str:
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 200 else f"{text[:200]} ..."
-
-
-def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fraction:
-    try:
-        # The float first, because Fraction("1e999999999") would not fit into memory.
-        if 0 < float(text) < math.inf:
-            return Fraction(text)
-    except ValueError:
-        pass
-    problems.append(
-        f"{flag}: {_shorten(repr(text))}, the weight of {_shorten(path)}, is not a finite number above 0; {_FORM}."
-    )
-    return Fraction(1)
 
 
 def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:

@@ -109,7 +109,15 @@ def refuse_unfit_checkpoint(
     if has_new_data:
         _refuse_repeated_batches(saved, now, hashes, corpora)
         return
-    _refuse_changed_past(saved, now)
+    old, new = phases_until(saved.settings, iteration), phases_until(now, iteration)
+    if [phase.first for phase in old] != [phase.first for phase in new]:
+        raise CheckpointError(
+            f"{folder} belongs to another run: a phase before iteration {iteration} has changed. "
+            f"Start with the phases in {folder / 'settings.yaml'}, or, {_AS_NEW_RUN}."
+        )
+    # Validation uses the settings and documents of the first phase in all phases. Paths of corpora may change.
+    for old_phase, now_phase in zip(old, new, strict=True):
+        refuse_other_run(old_phase.settings, now_phase.settings, folder, has_new_data=False)
     for recorded, phase in ((saved.corpus_sha256, new_phase), (saved.first_corpus_sha256, resolve_phases(now)[0])):
         if recorded != hashes[phase.number]:
             raise CheckpointError(
@@ -117,19 +125,6 @@ def refuse_unfit_checkpoint(
                 f"{' '.join(phase.settings.data.data_path)} has {hashes[phase.number][:12]}. Give the corpus, "
                 f"min, max, where and drop of that run; or, {_AS_NEW_RUN}."
             )
-
-
-def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
-    """Raise CheckpointError if `now` changes a phase that began before the checkpoint. Paths of corpora may change."""
-    old, new = phases_until(saved.settings, saved.iteration), phases_until(now, saved.iteration)
-    if [phase.first for phase in old] != [phase.first for phase in new]:
-        raise CheckpointError(
-            f"{saved.folder} belongs to another run: a phase before iteration {saved.iteration} has changed. "
-            f"Start with the phases in {saved.folder / 'settings.yaml'}, or, {_AS_NEW_RUN}."
-        )
-    # Validation uses the settings and documents of the first phase in all phases.
-    for old_phase, new_phase in zip(old, new, strict=True):
-        refuse_other_run(old_phase.settings, new_phase.settings, saved.folder, has_new_data=False)
 
 
 def _refuse_repeated_batches(

@@ -4,10 +4,10 @@ Each message states the values, the rule and the remedy. Standard library only.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from megatron_neobert.cli import flag_of, typed_fields, value_problem
+from megatron_neobert.cli import flag_of, option_fields, value_problems
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
@@ -66,7 +66,7 @@ def find_problems(settings: Settings, *, world_size: int, needs_data: bool = Tru
     Args:
         needs_data: False for a plan that assumes a corpus and a vocabulary.
     """
-    if problems := list(value_problems(settings)):  # the rules below compute with the values
+    if problems := list(invalid_values(settings)):  # the rules below compute with the values
         return problems
     if settings.training.phases:
         return list(phase_problems(settings, world_size=world_size, needs_data=needs_data))
@@ -75,8 +75,7 @@ def find_problems(settings: Settings, *, world_size: int, needs_data: bool = Tru
         *requirement_problems(settings),
         *model_problems(settings),
         *layout_problems,
-        *([] if layout_problems else kernel_problems(settings)),
-        *([] if layout_problems else fp8_problems(settings)),  # divides by sizes of the layout
+        *([] if layout_problems else kernel_problems(settings)),  # divides by sizes of the layout
         *data_problems(settings.data, needs_data=needs_data),
         *schedule_problems(settings),
         *folder_problems(settings),
@@ -96,17 +95,15 @@ def graph_obstacle(settings: Settings, *, on_cuda: bool) -> str | None:
 
 def find_record_problems(settings: Settings) -> list[str]:
     """Return the problems of a saved record that no version accepts. A record with a problem is damaged or forged."""
-    return list(value_problems(settings)) or list(head_problems(settings.model))
+    return list(invalid_values(settings)) or list(head_problems(settings.model))
 
 
-def value_problems(settings: Settings) -> Iterator[str]:
+def invalid_values(settings: Settings) -> Iterator[str]:
     """Yield an error message for each value that is invalid by itself: too small, not finite or not a choice."""
-    for section in fields(settings):
+    for section in option_fields(Settings):
         config = getattr(settings, section.name)
-        for item, item_type in typed_fields(type(config)):
-            value = getattr(config, item.name)
-            if problem := value_problem(item, item_type, value, source=flag_of(item.name)):
-                yield problem
+        for item in option_fields(type(config)):
+            yield from value_problems(item, getattr(config, item.name), source=flag_of(item.name))
 
 
 def phase_problems(settings: Settings, *, world_size: int, needs_data: bool) -> Iterator[str]:
@@ -245,7 +242,12 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def kernel_problems(settings: Settings) -> Iterator[str]:
-    compute, model = settings.compute, settings.model
+    """Yield error messages if the chosen kernels are not compatible, or do not support the width of heads or matrices.
+
+    FP8 needs multiples of its block in hidden size, feed-forward width and tokens of a micro-batch per rank. The other
+    dimensions are multiples of these three.
+    """
+    compute, model, parallel = settings.compute, settings.model, settings.parallel
     if compute.transformer_impl == "local":
         if compute.attention_backend != "auto":
             yield (
@@ -263,15 +265,6 @@ def kernel_problems(settings: Settings) -> Iterator[str]:
             f"--attention-backend {compute.attention_backend} needs heads whose width is a multiple of "
             f"{HEAD_WIDTH_MULTIPLE}, and --hidden-size / --num-attention-heads = {width}; use --attention-backend auto."
         )
-
-
-def fp8_problems(settings: Settings) -> Iterator[str]:
-    """Yield an error message for each matrix dimension whose share per rank is not a multiple of the FP8 block.
-
-    Without --fp8-format, nothing is yielded. Hidden size, feed-forward width and tokens of a micro-batch are checked.
-    The other dimensions are multiples of these three.
-    """
-    model, parallel, compute = settings.model, settings.parallel, settings.compute
     if compute.fp8_format is None:
         return
     tp, block = parallel.tensor_model_parallel_size, FP8_BLOCK[compute.fp8_recipe]

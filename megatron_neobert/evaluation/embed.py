@@ -30,7 +30,7 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 
-from megatron_neobert.config.recipes import find_config
+from megatron_neobert.config.cli import find_config
 from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation.data import digest_of, read_yaml
 from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatchSampler, SamplingPlan

@@ -32,7 +32,7 @@ from mteb.abstasks.abstask import AbsTask
 from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 from mteb.results import TaskResult
 
-from megatron_neobert.config.recipes import find_config
+from megatron_neobert.config.cli import find_config
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.data import read_yaml
 from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record

@@ -66,17 +66,21 @@ def assumptions(settings: Settings) -> list[str]:
 
 
 def open_or_assume_phases(settings: Settings) -> list[OpenedCorpora]:
-    """Return the data of each phase: opened, or assumed for a plan without --data-path."""
-    return open_phases(settings) if settings.data.data_path else assume_phases(settings)
+    """Return the data of each phase, opened.
 
-
-def assume_phases(settings: Settings) -> list[OpenedCorpora]:
-    """Return documents like RefinedWeb's for each phase of a run, and its tokenizer, or one with VOCAB_SIZE ids.
-
-    Weights, `min` and `max` in --data-path are applied; no file is opened.
+    For a plan without --data-path, the documents are like RefinedWeb's, and the tokenizer is that of the run or has
+    VOCAB_SIZE ids. Weights, `min` and `max` in the --data-path of a phase are applied; no corpus is opened.
     """
+    if settings.data.data_path:
+        return open_phases(settings)
     path = settings.data.tokenizer_model
-    tokenizer = _build_tokenizer() if path is None else load_tokenizer(Path(path))
+    if path is None:
+        names = {role: names[0] for role, names in STANDARD_NAMES.items()}
+        words = [*names.values(), *(f"w{number}" for number in range(VOCAB_SIZE - len(names)))]
+        vocabulary = {word: number for number, word in enumerate(words)}
+        tokenizer = Tokenizer(build_bert_backend(models.WordPiece(vocabulary), lowercase=True), names)
+    else:
+        tokenizer = load_tokenizer(Path(path))
     return [_assume(phase.settings.data, tokenizer) for phase in resolve_phases(settings)]
 
 
@@ -97,10 +101,3 @@ def _assume(data: DataConfig, tokenizer: Tokenizer) -> OpenedCorpora:
             for component, corpus in zip(components, corpora, strict=True)
         ],
     )
-
-
-def _build_tokenizer() -> Tokenizer:
-    names = {role: names[0] for role, names in STANDARD_NAMES.items()}
-    words = [*names.values(), *(f"w{number}" for number in range(VOCAB_SIZE - len(names)))]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    return Tokenizer(build_bert_backend(models.WordPiece(vocabulary), lowercase=True), names)

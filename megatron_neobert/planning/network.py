@@ -6,7 +6,6 @@ rates, which are the constants below; only the host's time per kernel was measur
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_neobert.config.rules import graph_obstacle
@@ -26,8 +25,7 @@ _LAUNCHES_PER_LAYER, _OTHER_LAUNCHES = 38, 60
 _HOST_SECONDS_PER_LAUNCH = 103e-6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
+class Traffic(NamedTuple):
     """All calls of one collective operation that a rank makes in a group during a training step."""
 
     group: str  # "data" (with context-parallel ranks), "tensor", "context" or "pipeline"
@@ -56,7 +54,7 @@ def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage:
 
     def add(group: str, operation: str, calls: int, total_bytes: int) -> None:
         if calls:
-            traffic.append(Traffic(group=group, operation=operation, calls=calls, bytes=total_bytes))
+            traffic.append(Traffic(group, operation, calls, total_bytes))
 
     if settings.data_parallel_size(world_size) * cp > 1:
         buckets = gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size, stage=stage)
@@ -127,13 +125,12 @@ def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> 
 # ---- time
 
 
-def collective_seconds(
-    settings: Settings, group: str, operation: str, size: float, *, world_size: int, network_gbps: float
-) -> float:
-    """Return the seconds of a collective on a tensor of `size` bytes.
+def traffic_seconds(settings: Settings, traffic: Traffic, *, world_size: int, network_gbps: float) -> float:
+    """Return the seconds of all calls, one after the other.
 
     Nodes have eight GPUs with NVLink, and every GPU has a network adapter of `network_gbps` gigabits per second.
     """
+    size, operation, microseconds = traffic.bytes, traffic.operation, 1e-6 * traffic.calls
     parallel = settings.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     stages = parallel.pipeline_model_parallel_size
@@ -143,7 +140,7 @@ def collective_seconds(
         "context": (cp, tp),
         "data": (settings.data_parallel_size(world_size) * cp, tp),
         "pipeline": (stages, world_size // stages),
-    }[group]
+    }[traffic.group]
     network, nvlink = REACHED * network_gbps * 1e9 / 8, REACHED * NVLINK_GB_PER_S * 1e9  # bytes per second
     local = max(1, min(ranks, GPUS_PER_NODE // distance))  # ranks of the group in a node
     nodes = -(-ranks // local)
@@ -153,13 +150,14 @@ def collective_seconds(
         outside = (ranks - local) / ranks if operation == "all-to-all" else float(nodes > 1)
         inside = (local - 1) / ranks if operation == "all-to-all" else float(nodes == 1)
         latency = start + (network_step if nodes > 1 else nvlink_step)
-        return 1e-6 * latency + size * max(inside / nvlink, outside / network)
+        return microseconds * latency + size * max(inside / nvlink, outside / network)
     # A ring enters and leaves a node once, and NCCL builds as many rings as the group has adapters in a node.
     bandwidth = nvlink if nodes == 1 else min(nvlink, local * network)
     passes = 2 if operation == "all-reduce" else 1
     transfer = passes * (ranks - 1) / ranks * size / bandwidth
     return min(
-        1e-6 * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step)) + transfer / share
+        microseconds * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step))
+        + transfer / share
         for start, nvlink_step, network_step, share in _RING.values()
     )
 
@@ -172,12 +170,7 @@ class StepTime(NamedTuple):
 
 
 def plan_step(
-    settings: Settings,
-    *,
-    vocab_size: int,
-    world_size: int,
-    compute_seconds: float,
-    network_gbps: float,
+    settings: Settings, *, vocab_size: int, world_size: int, compute_seconds: float, network_gbps: float
 ) -> StepTime:
     """Return the time of a training step. Collectives of scalars are left out.
 
@@ -195,14 +188,7 @@ def plan_step(
     busy = max(compute_seconds / micro_batches, host)  # per micro-batch: the GPU computes, or waits for the host
     exposed = 0.0
     for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
-        seconds = each.calls * collective_seconds(
-            settings,
-            each.group,
-            each.operation,
-            each.bytes / each.calls,
-            world_size=world_size,
-            network_gbps=network_gbps,
-        )
+        seconds = traffic_seconds(settings, each, world_size=world_size, network_gbps=network_gbps)
         if each.group == "data" and parallel.overlap_grad_reduce is not False:
             # Backward takes two thirds of a micro-batch, and forward one third.
             hidden = busy * (1 / 3 if each.operation == "all-gather" else 2 / 3)

@@ -10,7 +10,6 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.checkpoint.start import first_iteration
@@ -29,9 +28,9 @@ from megatron_neobert.planning.network import (
     NVLINK_GB_PER_S,
     REACHED,
     StepTime,
-    collective_seconds,
     plan_step,
     step_traffic,
+    traffic_seconds,
 )
 from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import approximate, counted, duration, in_bytes, percent, with_prefix
@@ -239,7 +238,7 @@ def gpu_lines(
         lines.append(f"{gpu.name:<14}{speed}  {room}")
     note = f"Times are shown for --bf16, and no run in {precision} has been measured."
     if is_measured:
-        share, width = peak_share(settings), settings.model.hidden_size
+        share, width = _peak_share(settings), settings.model.hidden_size
         source = f"{precision} with 28 x {_WIDE}" if width >= _WIDE else f"bf16 with 12 x {_NARROWEST}"
         if width < _NARROWEST:
             source += "; narrower models have not been measured and may be slower"
@@ -300,11 +299,9 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int, done: int) -> list[
 
 def network_lines(settings: Settings, options: PlanOptions, *, vocab_size: int, world_size: int) -> list[str]:
     """Format the traffic of a rank per step: a line per group and operation, and a line with the assumptions."""
-    network: dict[str, Any] = {"world_size": world_size, "network_gbps": options.network_gbps}
     lines = [f"{'per rank and step':<28}{'GB':>9}{'calls':>9}{'ms':>9}"]
     for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
-        size = each.bytes / each.calls
-        seconds = each.calls * collective_seconds(settings, each.group, each.operation, size, **network)
+        seconds = traffic_seconds(settings, each, world_size=world_size, network_gbps=options.network_gbps)
         name = f"{each.group:<12}{each.operation}"
         lines.append(f"{name:<28}{each.bytes / 1e9:>9,.2f}{each.calls:>9,}{1e3 * seconds:>9,.1f}")
     lines.append(
@@ -357,8 +354,10 @@ def _plan_steps(
         settings = fit_micro_batch(forecast.phase.settings, world_size=gpus)
         if settings is None:
             return []
-        sizes: dict[str, Any] = {"vocab_size": vocab_size, "network_gbps": options.network_gbps}
-        planned.append((settings, step_on(gpus, settings, forecast.flops, gpu=gpu, **sizes)))
+        step = step_on(
+            gpus, settings, forecast.flops, vocab_size=vocab_size, network_gbps=options.network_gbps, gpu=gpu
+        )
+        planned.append((settings, step))
     return planned
 
 
@@ -370,13 +369,8 @@ def step_on(
     gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400, gpu: str = GPU
 ) -> StepTime:
     """Return the time of an iteration of `flops` operations on GPUs of a kind, for settings whose micro-batches fit."""
-    step = plan_step(
-        settings,
-        vocab_size=vocab_size,
-        world_size=gpus,
-        compute_seconds=compute_seconds(gpus, settings, flops, gpu=gpu),
-        network_gbps=network_gbps,
-    )
+    busy = compute_seconds(gpus, settings, flops, gpu=gpu)
+    step = plan_step(settings, vocab_size=vocab_size, world_size=gpus, compute_seconds=busy, network_gbps=network_gbps)
     return step._replace(total=step.total + FIXED_SECONDS)
 
 
@@ -384,10 +378,10 @@ def compute_seconds(gpus: int, settings: Settings, flops: float, *, gpu: str = G
     """Return the seconds of `flops` operations on GPUs that only compute, without FIXED_SECONDS."""
     kind = find_gpu(gpu)
     assert kind is not None, gpu
-    return flops / (gpus * kind.bf16_tflops * 1e12 * peak_share(settings))
+    return flops / (gpus * kind.bf16_tflops * 1e12 * _peak_share(settings))
 
 
-def peak_share(settings: Settings) -> float:
+def _peak_share(settings: Settings) -> float:
     """Return the share of the bf16 peak that one H200 reached while it computed, for this width and precision."""
     share = MEASURED_SHARE[_precision(settings)]
     return share if settings.model.hidden_size >= _WIDE else min(share, _NARROW_SHARE)

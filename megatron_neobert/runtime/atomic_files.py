@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 20  # bytes per read
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
-def require_folder(flag: str, folder: Path, *, remedy: str = "check the path") -> None:
+def require_folder(flag: str, folder: Path, *, remedy: str) -> None:
     """Raise MissingInputError, which begins with `flag` and ends with `remedy`, if `folder` is no folder."""
     if not folder.is_dir():
         raise MissingInputError(f"{flag} {folder}: no such folder{suggest_path(folder, otherwise=';')} {remedy}.")

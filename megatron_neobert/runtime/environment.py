@@ -126,11 +126,6 @@ def _missing(*names: str) -> str:
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the versions of installed distributions, by their normalized names, like transformer-engine."""
+    """Return the versions of installed distributions, by their names in the form of PEP 503: transformer-engine."""
     distributions = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
-    return {normalize(name): version for name, version in distributions if name}
-
-
-def normalize(name: str) -> str:
-    """Return the name of a distribution in the form in which all its spellings are equal (PEP 503)."""
-    return re.sub("[-_.]+", "-", name).lower()
+    return {re.sub("[-_.]+", "-", name).lower(): version for name, version in distributions if name}

@@ -290,7 +290,11 @@ class JobFolder:
             OutputError: The folder has finished jobs with the same settings; neither `resume` nor `overwrite` is set.
             ConfigError: The folder has finished jobs with other settings, and `overwrite` is not set.
         """
-        settings, earlier = parse_json(json.dumps(settings)), self.read_settings()
+        try:
+            earlier = msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
+        except (OSError, ValueError, msgspec.ValidationError):
+            earlier = {}  # missing or damaged
+        settings = parse_json(json.dumps(settings))
         if earlier == settings and resume:
             return
         finished = self.count_finished()
@@ -312,13 +316,6 @@ class JobFolder:
             )
         empty_folder(self.path, keep=(RECORD, "lock"))
         replace_file(self.path / _SETTINGS, json.dumps(settings))
-
-    def read_settings(self) -> dict[str, Any]:
-        """Return the settings of the run to which the folder belongs; empty if they are missing or damaged."""
-        try:
-            return msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
-        except (OSError, ValueError, msgspec.ValidationError):
-            return {}
 
     @property
     def has_begun(self) -> bool:

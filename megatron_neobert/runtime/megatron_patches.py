@@ -12,7 +12,7 @@ optimizer, which has another defect: it cuts the state at wrong offsets if a buc
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -71,25 +71,22 @@ def check_sources() -> None:
 
     With other sources, a run could clip by wrong numbers without an error.
     """
-    problem = next(_find_changes(), None)
-    if problem is not None:
-        raise ConfigError(
-            f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problem}. "
-            "Install the version that pyproject.toml names for this Python; another version can clip by wrong numbers."
-        )
-
-
-def _find_changes() -> Iterator[str]:
+    problems = []
     for owner, name, line in _EXPECTED_SOURCE:
         try:
             source = inspect.getsource(getattr(owner, name))
         except (AttributeError, OSError):  # removed upstream, or installed without sources
             source = ""
         if line not in source:
-            yield f"{owner.__name__}.{name} does not contain {line!r}"
+            problems.append(f"{owner.__name__}.{name} does not contain {line!r}")
     parameters = list(inspect.signature(clip_grads.get_grad_norm_fp32).parameters)
     if parameters != list(inspect.signature(norm_on_device).parameters):
-        yield f"get_grad_norm_fp32 has the parameters {', '.join(parameters)}"
+        problems.append(f"get_grad_norm_fp32 has the parameters {', '.join(parameters)}")
+    if problems:
+        raise ConfigError(
+            f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problems[0]}. "
+            "Install the version that pyproject.toml names for this Python; another version can clip by wrong numbers."
+        )
 
 
 @torch.no_grad()

@@ -129,13 +129,6 @@ def end_process(code: int, text: str) -> NoReturn:
     os._exit(code)  # a regular exit would wait for threads that hang
 
 
-def end_process_after(seconds: float, code: int, text: str) -> None:
-    """Print a text and end this process after some seconds, whatever its threads do then."""
-    timer = threading.Timer(seconds, end_process, (code, text))
-    timer.daemon = True
-    timer.start()
-
-
 def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
     """Return the stop code of this rank: 0 to continue, 1 for the time limit, 2 for the file STOP, 3 for a signal.
 

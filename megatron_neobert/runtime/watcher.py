@@ -127,7 +127,7 @@ class Watcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         """Report that this rank has finished, or end the process because of an error."""
-        if isinstance(error, Exception) and _is_lost_connection(error):
+        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error))):
             time.sleep(_RECORD_SECONDS)  # `_follow` ends the process if the cause is recorded, or else searches for it
             self._lost = f"lost another rank ({errors.short_reason(error)})"
             time.sleep(LONGEST_REPORT_SECONDS)
@@ -142,7 +142,9 @@ class Watcher:
         failure = Failure(*self._status[:3], message or errors.short_reason(error), code)
         trace = "" if message else errors.format_bug(error)
         text = trace + self._run.sentence(failure)
-        signals.end_process_after(LONGEST_REPORT_SECONDS, code, text)  # the store may hang
+        timer = threading.Timer(LONGEST_REPORT_SECONDS, signals.end_process, (code, text))  # the store may hang
+        timer.daemon = True
+        timer.start()
         with contextlib.suppress(DistError):
             first = self._run.record(failure)
             if first.rank == failure.rank:
@@ -215,13 +217,6 @@ class Watcher:
         remedy = f"{REMEDY}, or raise --distributed-timeout-minutes"
         reason = f"no progress for {self._limit_seconds / 60:g} min{collective}{remedy}"
         return self._run.record(Failure(*suspects[0][:3], reason, is_hang=True))
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    """Return True if an error of a collective means that the connection to another rank is lost."""
-    if isinstance(error, DistError):
-        return True
-    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
 
 
 def _pending_collective() -> str:

@@ -3,13 +3,13 @@
 import os
 import re
 from argparse import ArgumentParser
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
 
 from megatron_neobert.__main__ import COMMANDS
-from megatron_neobert.cli import choices_of, flag_of, plain_type
+from megatron_neobert.cli import flag_of, option_fields
 from megatron_neobert.config import cli
 from megatron_neobert.megatron_flags import REPLACEMENTS
 
@@ -32,7 +32,7 @@ def render_settings() -> str:
     for section, config in cli.SECTIONS.items():
         subject = (config.__doc__ or "").partition("\n")[0]
         rows = ["| flag | default | values | what it changes |", "| --- | --- | --- | --- |"]
-        for item in fields(config):
+        for item in option_fields(config):
             default = None if item.default is MISSING else item.default
             shown = "" if default in (None, ()) else f"`{default}`"
             cells = (f"`{flag_of(item.name)}`", shown, values_of(item), item.metadata["help"])
@@ -49,13 +49,12 @@ def render_settings() -> str:
 
 
 def values_of(item) -> str:
-    plain, _ = plain_type(item.type)
-    if plain is bool:
+    if item.type is bool:
         return f"`--no-{flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
-    if choices := choices_of(item, item.type):
-        return ", ".join(f"`{choice}`" for choice in choices)
-    words = {int: "integer", float: "number"}.get(plain, "YAML" if item.name == "phases" else "text")
-    words += "s, one or more" if plain == tuple[str, ...] else ""
+    if item.choices:
+        return ", ".join(f"`{choice}`" for choice in item.choices)
+    words = {int: "integer", float: "number"}.get(item.type, "YAML" if item.name == "phases" else "text")
+    words += "s, one or more" if item.is_list and item.type is str else ""
     minimum = item.metadata["minimum"]
     return words if minimum is None else f"{words} from {minimum:g}"
 
@@ -85,7 +84,7 @@ def test_names_in_megatron_are_those_of_its_parser():
     parser = ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
     theirs = set(parser._option_string_actions)
-    names = {item.name for config in cli.SECTIONS.values() for item in fields(config)}
+    names = {item.name for config in cli.SECTIONS.values() for item in option_fields(config)}
     assert {name for name in names if flag_of(name) not in theirs} == set(MEGATRON_NAMES)
     assert set(MEGATRON_NAMES.values()) - {""} <= theirs
     of_preprocessing = {"--json-keys", "--append-eod", "--split-sentences", "--partitions"}  # tools/preprocess_data.py
@@ -93,7 +92,7 @@ def test_names_in_megatron_are_those_of_its_parser():
 
 
 def test_replacements_name_flags_that_exist_here_and_replace_none():
-    here = {flag_of(item.name) for config in cli.SECTIONS.values() for item in fields(config)}
+    here = {flag_of(item.name) for config in cli.SECTIONS.values() for item in option_fields(config)}
     here |= {"--text-key", "--record-key", "--workers"}  # of neobert preprocess
     named = {flag for text in REPLACEMENTS.values() for flag in re.findall(r"--[a-z][a-z0-9-]*", text)}
     assert named <= here and not set(REPLACEMENTS) & here

@@ -12,7 +12,7 @@ from megatron_neobert.config.data_path import Component
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.planning.assumed_data import AssumedCorpus, assume_phases
+from megatron_neobert.planning.assumed_data import AssumedCorpus, open_or_assume_phases
 from megatron_neobert.planning.plan import print_plan
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "8"}  # and neither NODE_RANK nor MASTER_ADDR
@@ -62,7 +62,7 @@ def test_assumed_documents_have_the_lengths_of_refinedweb():
 def test_never_read_tokens_of_a_plan_follow_from_its_mean_lengths_before_and_after_the_cut(capsys):
     """A sampled document has 634 tokens on average, an assumed one 640; packing adds [CLS] and [SEP]."""
     settings = Settings()
-    print_plan(settings, assume_phases(settings), PlanOptions(), world_size=1)
+    print_plan(settings, open_or_assume_phases(settings), PlanOptions(), world_size=1)
     plan = " ".join(capsys.readouterr().out.split())
     after = re.search(r"documents or pieces of ([\d,]+) tokens with \[CLS\] and \[SEP\]", plan)[1]
     lost, before = re.search(
@@ -74,7 +74,7 @@ def test_never_read_tokens_of_a_plan_follow_from_its_mean_lengths_before_and_aft
 def test_weights_and_lengths_of_the_corpora_of_a_phase_are_those_of_its_data_path():
     blend = ("0.2", "A", "0.8", "A:min=1024:max=2048")
     settings = Settings().with_section("training", phases=(PhaseChange(after_iters=5, data_path=blend),))
-    first, second = assume_phases(settings)
+    first, second = open_or_assume_phases(settings)
     assert len(first.training) == 1 and len(resolve_phases(settings)) == 2
     assert [source.weight for source in second.training] == [1, 4]
     lengths = second.training[1].corpus.lengths_of(np.arange(10_000))

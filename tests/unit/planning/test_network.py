@@ -14,9 +14,9 @@ import pytest
 from megatron_neobert.config.cli import PlanOptions, read_settings
 from megatron_neobert.config.phases import fit_micro_batch
 from megatron_neobert.config.schema import Settings, TrainingConfig
-from megatron_neobert.planning.assumed_data import assume_phases
+from megatron_neobert.planning.assumed_data import open_or_assume_phases
 from megatron_neobert.planning.forecast import forecast_phases
-from megatron_neobert.planning.network import collective_seconds, gradient_buckets, plan_step
+from megatron_neobert.planning.network import Traffic, gradient_buckets, plan_step, traffic_seconds
 from megatron_neobert.planning.plan import compute_seconds, scaling_lines, step_on
 from megatron_neobert.text import duration
 
@@ -29,7 +29,8 @@ LAUNCHING = 103e-6 * (28 * 38 + 60)  # seconds of the host per micro-batch of th
 
 def seconds(group: str, operation: str, size: float, *, ranks: int, **parallel: int) -> float:
     settings = Settings().with_section("parallel", **parallel)
-    return collective_seconds(settings, group, operation, size, world_size=ranks, network_gbps=400)
+    traffic = Traffic(group, operation, calls=1, bytes=size)
+    return traffic_seconds(settings, traffic, world_size=ranks, network_gbps=400)
 
 
 def test_a_large_collective_takes_the_bandwidth_of_nvlink_or_of_all_adapters_of_a_node():
@@ -127,7 +128,7 @@ def scaling_table() -> list[str]:
         "| GPUs | micro-batches | step, no graph | step | only network | per node: step | only network | hours |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    flops = forecast_phases(STAGE_1, assume_phases(STAGE_1), done=0, world_size=8)[0].flops
+    flops = forecast_phases(STAGE_1, open_or_assume_phases(STAGE_1), done=0, world_size=8)[0].flops
     for gpus in (8, 64, 256, 1024):
         graphed = fit_micro_batch(STAGE_1, world_size=gpus)
         assert graphed is not None

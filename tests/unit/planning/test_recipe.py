@@ -11,7 +11,7 @@ from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.rules import find_problems
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.planning.assumed_data import assume_phases
+from megatron_neobert.planning.assumed_data import open_or_assume_phases
 from megatron_neobert.planning.forecast import forecast_phases
 from megatron_neobert.planning.recipe import RecipeOptions, choose_recipe, summarize
 
@@ -81,7 +81,7 @@ def test_a_recipe_and_its_plan_count_the_same_operations():
     chosen = choose_recipe(options)
     settings = Settings(model=chosen.model).with_section("training", global_batch_size=chosen.batch)
     settings = settings.with_section("training", train_iters=chosen.iterations)
-    (forecast,) = forecast_phases(settings, assume_phases(settings), done=0, world_size=1)
+    (forecast,) = forecast_phases(settings, open_or_assume_phases(settings), done=0, world_size=1)
     assert forecast.flops * forecast.iterations == pytest.approx(chosen.flops, rel=0.002)  # measured: 0.0006
     assert f"{chosen.flops:.2e}".replace("e+", "e") + " FLOP" in summarize(chosen)
 

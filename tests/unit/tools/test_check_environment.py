@@ -8,6 +8,7 @@ import sys
 import pytest
 from commands import ENVIRONMENT, REPOSITORY, run
 
+from megatron_neobert.commands import check
 from megatron_neobert.commands.check import Finding, folder_findings, package_findings
 from megatron_neobert.runtime.environment import installed_packages
 
@@ -18,11 +19,11 @@ NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU
     ("package", "version", "rule"),
     [("torch", "2.10.0", "megatron-neobert needs torch"), ("psutil", None, "megatron-neobert needs psutil>=5.9")],
 )
-def test_package_outside_its_range_is_reported(package, version, rule):
-    installed, python = installed_packages(), Finding(f"Python {platform.python_version()}", sys.executable)
+def test_package_outside_its_range_is_reported(monkeypatch, package, version, rule):
+    python = Finding(f"Python {platform.python_version()}", sys.executable)
     assert list(package_findings()) == [python], "control: the packages of the tests"
-    installed.pop(package, None)
-    _, finding = package_findings(installed if version is None else {**installed, package: version})
+    monkeypatch.setattr(check, "installed_packages", lambda: {**installed_packages(), package: version})
+    _, finding = package_findings()
     assert finding.subject == f"{package} {version or 'is not installed'}"
     assert rule in finding.detail and finding.remedy
 
