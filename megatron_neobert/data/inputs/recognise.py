@@ -8,7 +8,7 @@ zip, a JSON array) are refused with a message that says how to convert them.
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
@@ -27,6 +27,8 @@ from megatron_neobert.data.inputs.text_files import find_cuts, read_lines, read_
 from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError
 from megatron_neobert.text import parse_json
+
+_READERS = {"jsonl": read_lines, "text": read_text, "warc": read_archive}  # and read_column for tables
 
 # Text in one chunk: about one minute of work for the reference tokenizer.
 CHUNK_BYTES = 256 << 20
@@ -69,7 +71,7 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
     cuts: list[int] = []  # in units of Chunk.start
     has_lines = whole.format == "jsonl" or (whole.format == "text" and settings.text_separator == "\n")
     if whole.format in ("parquet", "arrow"):
-        from megatron_neobert.data.inputs.tables import find_row_cuts  # see _reader_of
+        from megatron_neobert.data.inputs.tables import find_row_cuts  # see read_chunk
 
         cuts = find_row_cuts(whole, settings, chunk_bytes=chunk_bytes)
     elif whole.compression is None and has_lines:
@@ -83,9 +85,14 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
     If the file is damaged, yield the batches before the damage, then raise DataError.
     """
-    numbers = 0
+    numbers, reader = 0, _READERS.get(chunk.format)
+    if reader is None:
+        # pyarrow takes 0.2 s to import, which --help and runs without tables avoid.
+        from megatron_neobert.data.inputs import tables
+
+        reader = tables.read_column
     try:
-        for batch in _reader_of(chunk.format)(chunk, settings):
+        for batch in reader(chunk, settings):
             numbers += batch.numbers
             yield batch
     except DamagedStream as damage:
@@ -95,20 +102,6 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             f"{chunk.path}: the {stream} is truncated or damaged after {position} ({damage}); "
             "how many documents are lost is unknown: fetch the file again, or leave it out"
         ) from damage
-
-
-def _reader_of(file_format: Format) -> Callable[[Chunk, ReadSettings], Iterator[RecordBatch]]:
-    match file_format:
-        case "jsonl":
-            return read_lines
-        case "text":
-            return read_text
-        case "warc":
-            return read_archive
-    # pyarrow takes 0.2 s to import, which --help and runs without tables avoid.
-    from megatron_neobert.data.inputs.tables import read_column
-
-    return read_column
 
 
 def recognise(path: str, settings: ReadSettings) -> Chunk:
@@ -161,17 +154,25 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without records
-    if re.match(rb"\[\s*[{\]]", content):
-        raise _spans_lines(path, compression, "an array of JSON objects", "'.[]'")
     lines = content.splitlines()
     first_line_is_cut = len(lines) == 1 and len(head) == _HEAD_BYTES
     if _is_object(lines[0]) or (first_line_is_cut and re.match(rb'\{\s*"', content)):
         return "jsonl"
-    if _begins_with_object(content):
-        raise _spans_lines(path, compression, "JSON whose objects span lines", ".")
+    is_array = re.match(rb"\[\s*[{\]]", content) is not None
+    if is_array or _begins_with_object(content):
+        kind, query = ("an array of JSON objects", "'.[]'") if is_array else ("JSON whose objects span lines", ".")
+        name, output = shlex.quote(path), shlex.quote(f"{path}.jsonl")
+        command = f"{compression} -dc {name} | jq -c {query}" if compression else f"jq -c {query} {name}"
+        raise DataError(f"{path} is {kind}; {_SUPPORTED}: convert it with {command} > {output}")
     has_objects = any(map(_is_object, lines))
-    if b"\0" in head or not has_objects:
-        _refuse_binary(path, head)
+    # The head may end within a character, which has at most four bytes.
+    text = (head[:-3] if len(head) == _HEAD_BYTES else head).decode(errors="replace")
+    invalid = text.count("\ufffd") + len(_CONTROL.findall(text))
+    if "\0" in text or (invalid > _LARGEST_INVALID_SHARE * len(text) and not has_objects):
+        raise DataError(
+            f"{path} is neither a supported format nor UTF-8 text ({invalid:,} of its first {len(text):,} characters "
+            f"are invalid); {_SUPPORTED}: convert it (other encodings: iconv -t UTF-8), or leave it out"
+        )
     name = _COMPRESSED_NAME.sub("", PurePosixPath(path).name.lower())
     is_page = _MARKUP.match(content) is not None
     if re.search(r"\.(jsonl|ndjson|json)", name) or (has_objects and not is_page):
@@ -180,12 +181,6 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
         if name.endswith(endings) or (is_page and ".html" in endings):
             raise DataError(f"{path} is {kind}; {_SUPPORTED}: {remedy}")
     return "text"
-
-
-def _spans_lines(path: str, compression: str | None, kind: str, query: str) -> DataError:
-    name = shlex.quote(path)
-    command = f"{compression} -dc {name} | jq -c {query}" if compression else f"jq -c {query} {name}"
-    return DataError(f"{path} is {kind}; {_SUPPORTED}: convert it with {command} > {shlex.quote(path + '.jsonl')}")
 
 
 def _is_object(line: bytes) -> bool:
@@ -200,15 +195,3 @@ def _begins_with_object(content: bytes) -> bool:
         return isinstance(json.JSONDecoder().raw_decode(content.decode(errors="replace"))[0], dict)
     except (ValueError, RecursionError):  # thousands of nested brackets raise RecursionError
         return False
-
-
-def _refuse_binary(path: str, head: bytes) -> None:
-    """Raise DataError if `head` has a NUL, or if over 10 % of it is invalid UTF-8 or control characters."""
-    # The head may end within a character, which has at most four bytes.
-    text = (head[:-3] if len(head) == _HEAD_BYTES else head).decode(errors="replace")
-    invalid = text.count("\ufffd") + len(_CONTROL.findall(text))
-    if "\0" in text or invalid > _LARGEST_INVALID_SHARE * len(text):
-        raise DataError(
-            f"{path} is neither a supported format nor UTF-8 text ({invalid:,} of its first {len(text):,} characters "
-            f"are invalid); {_SUPPORTED}: convert it (other encodings: iconv -t UTF-8), or leave it out"
-        )

@@ -86,7 +86,6 @@ class ReadSettings:
 
 # Fields of a record by --record-key; None if the record does not have the field.
 Fields = dict[str, Any]
-NO_FIELDS: Fields = {}  # without --record-key
 
 
 class Rejected(NamedTuple):
@@ -103,10 +102,6 @@ class Rejected(NamedTuple):
         return f"{file_name}, {chunk.unit} {self.number}{after}: {self.reason} ({self.detail})"
 
 
-def _utf8_size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
 @dataclass
 class RecordBatch:
     """Consecutive records of a chunk."""
@@ -120,15 +115,6 @@ class RecordBatch:
     numbers: int = 0  # record numbers that the batch uses; blank lines have numbers, too
     progress: float = 0.0  # share of the chunk that is read after this batch, 0 to 1
     field_names: list[str] = field(default_factory=list)  # of its last record; outermost names only
-
-    def add_value(self, value: object, number: int, fields: Fields, *, raw: bytes) -> None:
-        """Add `value` with `add_text` if it is a string; otherwise reject record `number`, whose bytes are `raw`."""
-        if value is None:
-            self.reject(NULL_TEXT, number, "null", raw)
-        elif not isinstance(value, str):
-            self.reject(NOT_A_STRING, number, f"found {type(value).__name__}", raw)
-        else:
-            self.add_text(value, number, fields)
 
     def add_utf8(self, raw: bytes, number: int, fields: Fields) -> None:
         """Add a text given as UTF-8; see `add_text`. U+FFFD replaces invalid bytes."""
@@ -146,10 +132,10 @@ class RecordBatch:
             self.dropped[EMPTY_TEXT] += 1
             return
         try:
-            size = size or _utf8_size(text)
+            size = size or len(text.encode())
         except UnicodeEncodeError:
             text = _SURROGATE.sub("\ufffd", text)
-            size = _utf8_size(text)
+            size = len(text.encode())
         self.texts.append(text)
         self.text_numbers.append(number)
         self.fields.append(fields)

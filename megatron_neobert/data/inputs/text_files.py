@@ -9,14 +9,15 @@ A plain text file is one UTF-8 document, or several with a separator between the
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import cast
 
 import orjson
 
 from megatron_neobert.data.inputs.records import (
     MALFORMED_JSON,
     MISSING_KEY,
-    NO_FIELDS,
+    NOT_A_STRING,
+    NULL_TEXT,
     RAW_BYTES,
     TOO_LONG,
     Fields,
@@ -27,15 +28,6 @@ from megatron_neobert.data.inputs.stream import Chunk, InputReader, file_size, n
 from megatron_neobert.text import parse_json
 
 _LINE_BUFFER_BYTES = 64 << 10  # for finding line ends
-
-
-class TooLong(NamedTuple):
-    """Placeholder for a record of more than --max-document-bytes."""
-
-    head: bytes  # first RAW_BYTES
-
-
-Records = list[bytes | TooLong]
 
 
 def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
@@ -52,26 +44,29 @@ def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             yield batch
 
 
-def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
+def _read_objects(records: list[bytes], first_number: int, settings: ReadSettings) -> RecordBatch:
     """Return a batch of JSON lines, malformed ones in `rejected`. Blank lines are skipped, but have a number."""
-    batch, fields = RecordBatch(numbers=len(records)), dict[str, object]()
-    key, keys = settings.text_key, settings.record_keys
+    batch, last, key = RecordBatch(numbers=len(records)), dict[str, object](), settings.text_key
     for number, line in enumerate(records, first_number):
-        if isinstance(line, TooLong):
-            batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
+        if len(line) > settings.max_document_bytes:
+            batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line)
             continue
         try:
             record = _parse_object(line)
             if record is not None:
-                text = _look_up(record, key)
-                batch.add_value(text, number, _read_fields(record, keys) if keys else NO_FIELDS, raw=line)
-                fields = record
+                text, last = _look_up(record, key), record
+                if isinstance(text, str):
+                    batch.add_text(text, number, _read_fields(record, settings.record_keys))
+                elif text is None:
+                    batch.reject(NULL_TEXT, number, "null", line)
+                else:
+                    batch.reject(NOT_A_STRING, number, f"found {type(text).__name__}", line)
         except ValueError as error:
             batch.reject(MALFORMED_JSON, number, str(error), line)
         except KeyError:
             found = ", ".join(sorted(record or ())[:10]) or "none"
             batch.reject(MISSING_KEY, number, f"no key '{key}'; keys found: {found}", line)
-    batch.field_names = list(fields)
+    batch.field_names = list(last)
     return batch
 
 
@@ -115,20 +110,21 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     with InputReader(chunk) as stream:
-        groups: Iterable[Records]
+        groups: Iterable[list[bytes]]
         if separator is None:
-            content = stream.read(limit + 1)
-            # The second read raises DamagedStream if the content is incomplete.
-            is_whole = len(content) <= limit and not stream.read(1)
-            groups = [[content if is_whole else TooLong(content[:RAW_BYTES])]]
+            content = b""
+            # The read at the end raises DamagedStream if the content is incomplete.
+            while len(content) <= limit and (block := stream.read(limit + 1 - len(content))):
+                content += block
+            groups = [[content]]
         else:
             groups = read_records(stream, separator=separator.encode(), limit=limit)
         for documents in groups:
             batch = RecordBatch(numbers=len(documents), progress=stream.progress)
             for document in documents:
                 number += 1
-                if isinstance(document, TooLong):
-                    batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", document.head)
+                if len(document) > limit:
+                    batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", document)
                     continue
                 text = document.decode(errors="replace")
                 if text and not text.isspace():
@@ -136,31 +132,30 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             yield batch
 
 
-def read_records(stream: InputReader, *, separator: bytes, limit: int) -> Iterator[Records]:
+def read_records(stream: InputReader, *, separator: bytes, limit: int) -> Iterator[list[bytes]]:
     """Yield the records between the separators in groups. An empty record at the end of the stream is left out.
 
-    A record of more than `limit` bytes is replaced by TooLong while it is read, so it is never in memory as a whole.
-    Raise DamagedStream if the stream is damaged.
+    A record of more than `limit` bytes is cut while it is read, so it is never in memory as a whole; its beginning,
+    more than `limit` bytes, is yielded. Raise DamagedStream if the stream is damaged.
     """
+    kept_bytes = max(limit + 1, RAW_BYTES)  # of a record that is too long
     rest = b""  # beginning of the next record
     # Beginning of a record that is too long. Meanwhile `rest` has only the bytes that may begin its separator.
-    head: bytes | None = None
+    head = b""
     partial_bytes = len(separator) - 1  # longest part of a separator at the end of a block
     while block := stream.read():
         *records, rest = (rest + block).split(separator)
-        group: Records = [TooLong(record[:RAW_BYTES]) if len(record) > limit else record for record in records]
-        if head is not None and group:
-            group[0], head = TooLong(head), None
-        if head is None and len(rest) - partial_bytes > limit:
-            head = rest[: len(rest) - partial_bytes][:RAW_BYTES]
-        if head is not None:
+        group = [record[:kept_bytes] for record in records]
+        if head and group:
+            group[0], head = head, b""
+        if not head and len(rest) - partial_bytes > limit:
+            head = rest[: len(rest) - partial_bytes][:kept_bytes]
+        if head:
             rest = rest[max(0, len(rest) - partial_bytes) :]
         if group:
             yield group
-    if head is not None:
-        yield [TooLong(head)]
-    elif rest:
-        yield [TooLong(rest[:RAW_BYTES]) if len(rest) > limit else rest]
+    if head or rest:
+        yield [head or rest[:kept_bytes]]
 
 
 def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:

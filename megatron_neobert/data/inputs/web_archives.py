@@ -46,8 +46,8 @@ class ArchiveRecord(NamedTuple):
     """One record of an archive."""
 
     headers: dict[bytes, bytes]  # names in lower case
-    block: bytes  # content after the headers; if the record is too long, first RAW_BYTES of headers and content
-    too_long: str | None = None  # length of a record that is too long
+    length: int  # of the content after the headers, in bytes
+    block: bytes  # the content; if the record is too long, first RAW_BYTES of headers and content
 
 
 def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
@@ -83,8 +83,8 @@ def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings
             fields[key] = value.decode(errors="replace")
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()
-    if record.too_long is not None:
-        batch.reject(TOO_LONG, number, record.too_long, record.block)
+    if record.length > settings.max_document_bytes:
+        batch.reject(TOO_LONG, number, f"{record.length:,} bytes", record.block)
     elif kind == b"response" and content_type.startswith(b"application/http"):
         _add_response(batch, record.block, number, fields, limit=settings.max_document_bytes)
     elif kind == b"conversion" and content_type.startswith(b"text/"):
@@ -235,14 +235,13 @@ def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:
         declared = headers.get(b"content-length", b"missing")
         if not declared.isdigit() or len(declared) > _LONGEST_LENGTH_DIGITS:
             raise DamagedStream(f"a Content-Length is {declared[:50].decode('latin-1')}")
-        length, too_long = int(declared), None
+        length = int(declared)
         block = archive.read(length if length <= limit else min(length, RAW_BYTES))
         bytes_read = len(block)
         if length > limit:
-            too_long = f"{length:,} bytes"
             block = (b"".join(header) + block)[:RAW_BYTES]
             while bytes_read < length and (skipped := archive.read(min(BATCH_BYTES, length - bytes_read))):
                 bytes_read += len(skipped)
         if bytes_read < length:
             raise DamagedStream(_ENDS_WITHIN)
-        yield ArchiveRecord(headers, block, too_long)
+        yield ArchiveRecord(headers, length, block)

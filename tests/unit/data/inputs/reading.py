@@ -6,11 +6,12 @@ import json
 import lzma
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from backports import zstd
 
 from megatron_neobert.data.inputs.recognise import CHUNK_BYTES, read_chunk, split_into_chunks
@@ -27,6 +28,12 @@ def compress_zstd(content: bytes) -> bytes:
 
 
 COMPRESS = {"gzip": gzip.compress, "zstd": compress_zstd, "bzip2": bz2.compress, "xz": lzma.compress}
+
+
+def write_table(open_writer: Callable[..., Any], target: Any, table: pa.Table, rows: int | None = None) -> None:
+    """Write a table with pq.ParquetWriter, pa.ipc.new_stream or pa.ipc.new_file, in groups of `rows` rows."""
+    with open_writer(target, table.schema) as writer:
+        writer.write_table(table, rows)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Paths, globs, folders, URLs and lists name the expected input files."""
 
 import gzip
-import json
 import os
 import sys
 
@@ -9,26 +8,37 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.memory import MemoryFile
-from unit.data.inputs.reading import TEXTS, texts_of
+from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from unit.data.inputs.reading import JSON_LINES, TEXTS, texts_of, write_table
 
 from megatron_neobert.data.inputs.find import find_inputs, input_label
 from megatron_neobert.errors import ConfigError, MissingInputError, MissingPackageError
 
 
+@pytest.fixture
+def memory():
+    """fsspec's file system in memory, whose files have URLs only, as in object stores."""
+    yield fsspec.filesystem("memory")
+    MemoryFileSystem.store.clear()
+
+
 def touch(folder, *names):
+    """Create empty files in a folder or below a URL."""
     for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+        file_system, path = url_to_fs(f"{folder}/{name}", auto_mkdir=True)
+        file_system.touch(path)
 
 
-def test_inputs_are_sorted_within_a_pattern_and_listed_once_and_hidden_files_are_skipped(tmp_path):
-    touch(tmp_path, "b.jsonl", "a.jsonl", "deep/c.jsonl", ".hidden", "_SUCCESS", ".cache/d.jsonl")
-    a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
-    assert find_inputs([str(tmp_path)]) == [a, b, c]
-    assert find_inputs([str(tmp_path / "*.jsonl")]) == [a, b]
-    assert find_inputs([str(tmp_path / "**" / "*.jsonl")]) == [a, b, c]
-    assert find_inputs([b, str(tmp_path)]) == [b, a, c]
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_inputs_are_sorted_within_a_pattern_and_listed_once_and_hidden_files_are_skipped(tmp_path, memory, is_remote):
+    top = "memory:///bucket" if is_remote else str(tmp_path)
+    touch(top, "b.jsonl", "a.jsonl", "deep/c.jsonl", ".hidden", "_SUCCESS", ".cache/d.jsonl")
+    a, b, c = (f"{top}/{name}" for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
+    assert find_inputs([top]) == find_inputs([f"{top}/"]) == [a, b, c]
+    assert find_inputs([f"{top}/*.jsonl"]) == [a, b]
+    assert find_inputs([f"{top}/**/*.jsonl"]) == [a, b, c]
+    assert find_inputs([b, top]) == [b, a, c]
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -81,85 +91,51 @@ def test_file_with_several_paths_is_listed_once_under_the_first_path(tmp_path, m
     assert find_inputs(["data/c.jsonl", "data"]) == ["data/c.jsonl", "data/b.jsonl"]
 
 
-def test_list_gives_the_patterns_in_its_lines(tmp_path):
-    touch(tmp_path, "a.jsonl", "b.jsonl", "more/c.jsonl", "with space.jsonl")
-    lines = [f"{tmp_path}/more", "", f"{tmp_path}/?.jsonl\r", f"  {tmp_path}/with space.jsonl"]
-    (tmp_path / "list.txt").write_text("\n".join(lines))
-    names = ("more/c.jsonl", "a.jsonl", "b.jsonl", "with space.jsonl")
-    for scheme in ("", "file://"):
-        assert find_inputs([f"@{scheme}{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
-
-
-def test_a_list_ends_its_lines_only_at_line_feeds(tmp_path):
-    names = [f"a{character}b{character}" for character in ("\u2028", "\u0085", "\f", "\x1c", "\udcff")]
-    touch(tmp_path, *names)
-    (tmp_path / "list").write_bytes(os.fsencode("\r\n".join(f"{tmp_path}/{name}" for name in names)))
-    assert find_inputs([f"@{tmp_path}/list"]) == [f"{tmp_path}/{name}" for name in names]
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_list_gives_the_patterns_in_its_lines_which_end_only_at_line_feeds(tmp_path, scheme):
+    odd = [f"z{character}b{character}" for character in ("\u2028", "\u0085", "\f", "\x1c", "\udcff")]
+    touch(tmp_path, "a.jsonl", "b.jsonl", "more/c.jsonl", "with space.jsonl", *odd)
+    lines = ["more", "?.jsonl\r", "with space.jsonl", *odd]
+    content = "\n\n  ".join(f"{tmp_path}/{line}" for line in lines)
+    (tmp_path / "list.txt").write_bytes(os.fsencode(content))
+    names = ("more/c.jsonl", "a.jsonl", "b.jsonl", "with space.jsonl", *odd)
+    assert find_inputs([f"@{scheme}{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_folder_of_a_saved_dataset_gives_only_its_data(tmp_path, scheme):
-    data = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
-    metadata = ["cache-0123456789abcdef.arrow", "state.json", "dataset_info.json"]
-    touch(tmp_path, *data, "dataset_dict.json", *(f"{part}/{name}" for part in ("test", "train") for name in metadata))
-    touch(tmp_path, "other/state.json")  # control: not in the folder of a saved dataset
-    expected = [f"{scheme}{tmp_path}/{name}" for name in ("other/state.json", *data)]
-    assert find_inputs([f"{scheme}{tmp_path}"]) == expected
-
-
-def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
+def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path, scheme):
     about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "COPYING"]
-    about += ["a.jsonl.sha256", "a.jsonl.md5"]
-    data = ["a.jsonl", "license_texts.jsonl", "licensed.jsonl", "notice.jsonl.gz", "readme-00000-of-00002.parquet"]
-    data += ["readmes.txt", "summary.txt"]
+    about += ["a.jsonl.sha256", "a.jsonl.md5", "dataset_dict.json"]
+    saved = ("cache-0123456789abcdef.arrow", "state.json", "dataset_info.json")  # by `datasets`
+    about += [f"{split}/{name}" for split in ("test", "train") for name in saved]
+    data = ["a.jsonl", "license_texts.jsonl", "licensed.jsonl", "notice.jsonl.gz", "other/state.json"]
+    data += ["readme-00000-of-00002.parquet", "readmes.txt", "summary.txt", "test/data-00000-of-00001.arrow"]
+    data += ["train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
     touch(tmp_path, *about, *data)
-    assert find_inputs([str(tmp_path)]) == [str(tmp_path / name) for name in data]
-    assert find_inputs([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]
-
-
-@pytest.fixture
-def memory():
-    """fsspec's file system in memory, whose files have URLs only, as in object stores."""
-    file_system = fsspec.filesystem("memory")
-    yield file_system
-    file_system.rm("/bucket", recursive=True)
-
-
-def test_urls_of_files_folders_and_globs_keep_their_full_address(memory):
-    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "_SUCCESS", ".hidden/d.jsonl"):
-        memory.pipe(f"/bucket/{name}", b'{"content": "x"}')
-    a, b, c = (f"memory:///bucket/{name}" for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
-    assert find_inputs(["memory:///bucket"]) == find_inputs(["memory:///bucket/"]) == [a, b, c]
-    assert find_inputs(["memory:///bucket/*.jsonl"]) == [a, b]
-    assert find_inputs(["memory:///bucket/**/*.jsonl"]) == [a, b, c]
-    assert find_inputs(["memory://bucket/b.jsonl"]) == ["memory://bucket/b.jsonl"]
+    assert find_inputs([f"{scheme}{tmp_path}"]) == [f"{scheme}{tmp_path}/{name}" for name in data]
+    assert find_inputs([f"{scheme}{tmp_path}/LICENSE"]) == [f"{scheme}{tmp_path}/LICENSE"]
 
 
 def test_objects_that_mark_folders_are_no_files(memory):
     """S3's console and Spark write objects of zero bytes whose names end with "/", and file systems find them."""
-    memory.pipe("/bucket/deep/c.jsonl", b'{"content": "x"}')
+    touch("memory:///bucket", "deep/c.jsonl")
     for marker in ("/bucket/", "/bucket/deep/"):
         memory.store[marker] = MemoryFile(memory, marker)
-    try:
-        assert {"/bucket/", "/bucket/deep/"} <= {*memory.find("/bucket")}
-        for pattern in ("memory:///bucket", "memory:///bucket/*", "memory:///bucket/deep/", "memory:///bucket/**"):
-            assert find_inputs([pattern]) == ["memory:///bucket/deep/c.jsonl"]
-    finally:
-        for marker in ("/bucket/", "/bucket/deep/"):
-            del memory.store[marker]
+    assert {"/bucket/", "/bucket/deep/"} <= {*memory.find("/bucket")}
+    for pattern in ("memory:///bucket", "memory:///bucket/*", "memory:///bucket/deep/", "memory:///bucket/**"):
+        assert find_inputs([pattern]) == ["memory:///bucket/deep/c.jsonl"]
 
 
 def test_urls_are_read_like_files(memory, tmp_path):
     table = pa.table({"content": TEXTS})
-    pq.write_table(table, tmp_path / "parquet", row_group_size=1)
-    with pa.ipc.new_stream(tmp_path / "arrow", table.schema) as writer:
-        writer.write_table(table)
-    lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS).encode()
-    (tmp_path / "jsonl").write_bytes(lines)
-    (tmp_path / "gzip").write_bytes(gzip.compress(lines))
+    write_table(pq.ParquetWriter, tmp_path / "parquet", table, 1)
+    write_table(pa.ipc.new_stream, tmp_path / "arrow", table)
+    (tmp_path / "jsonl").write_bytes(JSON_LINES)
+    (tmp_path / "gzip").write_bytes(gzip.compress(JSON_LINES))
     for path in tmp_path.iterdir():
         url = f"memory://bucket/{path.name}"
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
+        assert find_inputs([url]) == [url]
         assert texts_of(url) == texts_of(path) == TEXTS
         assert texts_of(url, chunk_bytes=20) == TEXTS  # several chunks of Parquet and JSON lines
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from backports import zstd
-from unit.data.inputs.reading import JSON_LINES, TEXTS, read, texts_of
+from unit.data.inputs.reading import JSON_LINES, TEXTS, read, texts_of, write_table
 
 from megatron_neobert.data.inputs.recognise import recognise
 from megatron_neobert.data.inputs.records import MALFORMED_JSON, ReadSettings
@@ -20,23 +20,15 @@ WET = b"".join(
 )
 
 
-def in_memory(write):
+def in_memory(open_writer):
     sink = pa.BufferOutputStream()
-    write(sink)
+    write_table(open_writer, sink, TABLE)
     return sink.getvalue().to_pybytes()
 
 
-def arrow_bytes(new_writer):
-    def write(sink):
-        with new_writer(sink, TABLE.schema) as writer:
-            writer.write_table(TABLE)
-
-    return in_memory(write)
-
-
 CONTENT = {
-    "parquet": in_memory(lambda sink: pq.write_table(TABLE, sink)),
-    "arrow": arrow_bytes(pa.ipc.new_stream),
+    "parquet": in_memory(pq.ParquetWriter),
+    "arrow": in_memory(pa.ipc.new_stream),
     "jsonl": JSON_LINES,
     "warc": WET,
 }
@@ -48,7 +40,7 @@ def recognised(path, **settings):
 
 
 @pytest.mark.parametrize("name", ["input.parquet", "input.jsonl.gz", "input.txt", "input"])
-@pytest.mark.parametrize(("format", "content"), [*CONTENT.items(), ("arrow", arrow_bytes(pa.ipc.new_file))])
+@pytest.mark.parametrize(("format", "content"), [*CONTENT.items(), ("arrow", in_memory(pa.ipc.new_file))])
 def test_format_is_recognised_by_content_whatever_the_name(tmp_path, name, format, content):
     path = tmp_path / name
     path.write_bytes(content)

@@ -1,6 +1,7 @@
 """Parquet and Arrow tables: every row gives a text or a counted reject, within a bounded memory."""
 
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -8,31 +9,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from unit.data.inputs.reading import TEXTS, read, texts_of
+from unit.data.inputs.reading import TEXTS, read, texts_of, write_table
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings
 from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
-
-def write_parquet(path, table, rows=None):
-    pq.write_table(table, path, row_group_size=rows)
+WRITERS = {"parquet": pq.ParquetWriter, "arrow stream": pa.ipc.new_stream, "arrow file": pa.ipc.new_file}
 
 
-def write_arrow_stream(path, table, rows=None):
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, rows)
-
-
-def write_arrow_file(path, table, rows=None):
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table, rows)
-
-
-@pytest.fixture(params=[write_parquet, write_arrow_stream, write_arrow_file], ids=lambda write: write.__name__[6:])
+@pytest.fixture(params=WRITERS)
 def write(request):
-    return request.param
+    return partial(write_table, WRITERS[request.param])
 
 
 def texts_table(values, arrow_type=None):
@@ -171,11 +160,9 @@ def shared_by_views():
 
 def write_decompression_bomb(path, name):
     compressed = pa.ipc.IpcWriteOptions(compression="zstd")
-    if name == "parquet":
-        column = pa.table({"content": shared_by_a_dictionary()})
-        return pq.write_table(column, path, compression="zstd", store_schema=False)
-    if name == "parquet dictionary":
-        return pq.write_table(pa.table({"content": shared_by_a_dictionary()}), path, compression="zstd")
+    if name in ("parquet", "parquet dictionary"):
+        table, is_dictionary = pa.table({"content": shared_by_a_dictionary()}), name == "parquet dictionary"
+        return pq.write_table(table, path, compression="zstd", store_schema=is_dictionary)
     if name == "parquet prefixes":
         column, encoding = pa.table({"content": ["x" * LONG] * SHARED_ROWS}), {"content": "DELTA_BYTE_ARRAY"}
         return pq.write_table(column, path, compression="zstd", use_dictionary=False, column_encoding=encoding)
@@ -217,7 +204,7 @@ def test_truncated_table_is_refused(tmp_path, write):
 
 
 def test_arrow_stream_cut_between_two_batches_is_refused(tmp_path):
-    write_arrow_stream(tmp_path / "input", texts_table(TEXTS))
+    write_table(pa.ipc.new_stream, tmp_path / "input", texts_table(TEXTS))
     content = (tmp_path / "input").read_bytes()
     (tmp_path / "input").write_bytes(content[:-8])
     with pa.memory_map(str(tmp_path / "input")) as source:  # control: pyarrow reads it as a complete stream
@@ -230,7 +217,7 @@ def test_arrow_stream_cut_between_two_batches_is_refused(tmp_path):
 def test_arrow_column_that_points_outside_its_buffers_is_refused(tmp_path, arrow_type):
     values = [chr(97 + number) * 1000 for number in range(9)]
     table = texts_table(values, arrow_type)
-    write_arrow_stream(tmp_path / "input", table)
+    write_table(pa.ipc.new_stream, tmp_path / "input", table)
     content = (tmp_path / "input").read_bytes()
     chunk = table["content"].chunk(0)
     numbers = (chunk.indices if pa.types.is_dictionary(arrow_type) else chunk).buffers()[1].to_pybytes()
@@ -242,12 +229,12 @@ def test_arrow_column_that_points_outside_its_buffers_is_refused(tmp_path, arrow
 
 @pytest.mark.parametrize("error", [TimeoutError(), RuntimeError("status 503")], ids=repr)
 @pytest.mark.parametrize("method", [(MemoryFileSystem, "open"), (MemoryFile, "read")], ids=["open", "read"])
-def test_failure_of_the_network_is_not_damage(monkeypatch, write, error, method):
+@pytest.mark.parametrize("file_format", ["parquet", "arrow"])
+def test_failure_of_the_network_is_not_damage(monkeypatch, file_format, error, method):
     def fail(*args, **kwargs):
         raise error
 
     MemoryFileSystem().pipe("/network/input", b"PAR1" * 9)
     monkeypatch.setattr(*method, fail, raising=False)
-    file_format = "parquet" if write is write_parquet else "arrow"
     with pytest.raises(OSError):
         list(read_chunk(Chunk("memory://network/input", file_format), ReadSettings()))
