@@ -67,7 +67,12 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
     chosen: dict[bytes, Document] = {}
     size = 0  # not the count of the bar, which stays 0 if the user's environment disables tqdm
     with progress_bar(desc="documentation", total=budget_bytes, unit="B") as bar:
-        files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
+        files: dict[str, Path] = {}
+        for folder in folders:
+            for path in (*folder.glob("**/*.py"), *folder.glob("*.dist-info/METADATA")):
+                relative = path.relative_to(folder)
+                if not SKIPPED_FOLDERS.intersection(relative.parts):
+                    files[relative.as_posix()] = path
         for name in sorted(files, key=_keyed_hash):
             for document in read_documents(files[name], name=name):
                 digest = hashlib.sha256(" ".join(document.content.casefold().split()).encode()).digest()
@@ -108,15 +113,8 @@ def write_files(documents: list[Document], output: Path, *, count: int) -> None:
     with build_folder(output) as unfinished:
         for number in range(count):
             start, end = (len(documents) * bound // count for bound in (number, number + 1))
-            columns = {key: [getattr(document, key) for document in documents[start:end]] for key in ("content", "url")}
-            pq.write_table(pa.table(columns), unfinished / f"part-{number:04d}.parquet", compression="zstd")
-
-
-def _documented_files(folder: Path) -> Iterator[Path]:
-    for pattern in ("**/*.py", "*.dist-info/METADATA"):
-        for path in folder.glob(pattern):
-            if not SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts):
-                yield path
+            table = pa.Table.from_pylist([vars(document) for document in documents[start:end]])
+            pq.write_table(table, unfinished / f"part-{number:04d}.parquet", compression="zstd")
 
 
 def _keyed_hash(text: str) -> bytes:

@@ -5,6 +5,7 @@ Every error message names the file and, if possible, the line. No code of a toke
 
 import base64
 import json
+import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -146,7 +147,12 @@ def _read_vocab_txt(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     state = _read_json_object(path)
-    for rules in _find_character_maps(state.get("normalizer")):
+    # Anywhere in the normalizer, which may be a tree. json.dumps escapes quotation marks within texts.
+    for text in re.findall(r'"precompiled_charsmap": "([^"]*)"', json.dumps(state.get("normalizer"))):
+        try:
+            rules = base64.b64decode(text, validate=True)
+        except ValueError:
+            rules = b""
         if not is_character_map(rules):
             raise DataError(f"{path}: precompiled_charsmap is truncated or damaged; fetch the file again")
     # The template of a post-processor may leave out the text itself, even without special tokens.
@@ -175,24 +181,6 @@ def raise_unless_library(error: BaseException) -> None:
     """Raise the error again unless the tokenizers library raised it: an Exception, or Rust's PanicException."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-
-
-def _find_character_maps(normalizer: Any) -> list[bytes]:
-    """Return each precompiled_charsmap in the normalizer of a tokenizer.json, decoded, or b"" if it is not base64."""
-    maps = []
-    stack = [normalizer]
-    while stack:
-        entry = stack.pop()
-        if isinstance(entry, list):
-            stack += entry
-        elif isinstance(entry, dict):
-            if isinstance(text := entry.get("precompiled_charsmap"), str):
-                try:
-                    maps.append(base64.b64decode(text, validate=True))
-                except ValueError:
-                    maps.append(b"")
-            stack += entry.values()
-    return maps
 
 
 def is_character_map(rules: bytes) -> bool:

@@ -60,6 +60,11 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     special_names: dict[str, str]  # "cls", "sep", "pad", "mask", "unk" -> text of the token
 
+    def __post_init__(self) -> None:
+        declared = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        # Declaring a special token again would reset its lstrip and rstrip, which inference needs.
+        self.backend.add_special_tokens([name for name in self.special_names.values() if name not in declared])
+
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens, by role."""
@@ -201,19 +206,16 @@ class Tokenizer:
             vocabulary = self.backend.get_vocab(with_added_tokens=True)
             pieces = sorted(vocabulary, key=vocabulary.__getitem__)
             replace_file(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
-        replace_file(folder / "tokenizer.json", self._inference_backend().to_str())
-        replace_file(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-        replace_file(folder / "special_tokens_map.json", json.dumps(names, indent=2, ensure_ascii=False) + "\n")
-
-    def _inference_backend(self) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        inference = tokenizers.Tokenizer.from_str(self.backend.to_str())
         cls, sep = self.special_names["cls"], self.special_names["sep"]
-        backend.post_processor = processors.TemplateProcessing(
+        inference.post_processor = processors.TemplateProcessing(
             single=f"{cls} $A {sep}",
             pair=f"{cls} $A {sep} $B:1 {sep}:1",
             special_tokens=[(cls, self.cls_id), (sep, self.sep_id)],
         )
-        return backend
+        replace_file(folder / "tokenizer.json", inference.to_str())
+        replace_file(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        replace_file(folder / "special_tokens_map.json", json.dumps(names, indent=2, ensure_ascii=False) + "\n")
 
     @cached_property
     def _literals_may_be_pieces(self) -> bool:
@@ -264,17 +266,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path: File or folder, or [OWNER/]NAME[@REVISION] of the Hugging Face Hub.
     """
     file = find_tokenizer_file(Path(path))
-    if is_sentencepiece(file):
-        backend, names = read_sentencepiece(file)
-    else:
-        backend, names = read_tokenizer_files(file)
-    tokenizer = _with_special_tokens(backend, names)
-    _check_use(tokenizer, file)
-    return tokenizer
-
-
-def _check_use(tokenizer: Tokenizer, file: Path) -> None:
-    """Raise DataError if encoding fails, the mask token has a second role, or the unknown token is not the model's."""
+    tokenizer = Tokenizer(*(read_sentencepiece(file) if is_sentencepiece(file) else read_tokenizer_files(file)))
     shared = [role for role, id_ in tokenizer.special_tokens.items() if role != "mask" and id_ == tokenizer.mask_id]
     if shared:
         raise DataError(
@@ -291,6 +283,7 @@ def _check_use(tokenizer: Tokenizer, file: Path) -> None:
         tokenizer.encode_batch(_PROBES)
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
+    return tokenizer
 
 
 def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, min_frequency: int) -> Tokenizer:
@@ -331,7 +324,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     )
     backend.train_from_iterator(texts, trainer)
     model = models.WordPiece(backend.get_vocab(), unk_token=names["unk"], max_input_chars_per_word=_LONGEST_WORD)
-    return _with_special_tokens(build_bert_backend(model, lowercase=lowercase), names)
+    return Tokenizer(build_bert_backend(model, lowercase=lowercase), names)
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
@@ -351,13 +344,6 @@ def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) ->
     frequent = {character for (character, _), covered in zip(ranked, preceding, strict=False) if covered < needed}
     ascii_characters = {chr(code) for code in range(33, 127) if normalize(chr(code)) == chr(code)}
     return sorted(frequent | ascii_characters)
-
-
-def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -> Tokenizer:
-    declared = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    # Declaring a special token again would reset its lstrip and rstrip, which inference needs.
-    backend.add_special_tokens([name for name in names.values() if name not in declared])
-    return Tokenizer(backend, names)
 
 
 def _split_at_spaces(text: str) -> Iterator[str]:
