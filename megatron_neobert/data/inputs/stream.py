@@ -145,21 +145,22 @@ class _FilePart:
 
     def __init__(self, chunk: Chunk) -> None:
         self._file = open_input(chunk.path)
-        self.start, self.end = chunk.start, chunk.end or file_size(self._file, chunk.path)
-        self._is_open_ended = chunk.end is None
-        # The stream of a URL may not support seeking.
-        self.position = self._file.seek(chunk.start) if chunk.start else 0
+        if chunk.start:  # the stream of a URL may not support seeking
+            self._file.seek(chunk.start)
+        self.length = (chunk.end or file_size(self._file, chunk.path)) - chunk.start
+        self._limit = self.length if chunk.end else sys.maxsize
+        self.bytes_read = 0
         self.has_ended = False  # a read has found the end
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes, fewer only at the end."""
-        size = size if self._is_open_ended else min(size, self.end - self.position)
+        size = min(size, self._limit - self.bytes_read)
         blocks: list[bytes] = []
         # A server may send fewer bytes than asked for.
         while size and (block := self._file.read(size)):
             blocks.append(block)
             size -= len(block)
-            self.position += len(block)
+            self.bytes_read += len(block)
         self.has_ended = not blocks
         # A single block is not copied.
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
@@ -193,8 +194,7 @@ class InputReader(io.RawIOBase):
     @property
     def progress(self) -> float:
         """Share of the chunk's bytes in the file that is read, 0 to 1; counts compressed bytes."""
-        length = self._part.end - self._part.start
-        return min(1.0, (self._part.position - self._part.start) / length) if length > 0 else 1.0
+        return min(1.0, self._part.bytes_read / self._part.length) if self._part.length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
         """Return the next `size` decompressed bytes, or b"" after the end of the chunk.

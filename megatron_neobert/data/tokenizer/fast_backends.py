@@ -91,10 +91,27 @@ class Encoder:
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the ids of all texts end to end, without special tokens, in any integer dtype, and each length."""
+        """Return the ids of all texts end to end, without special tokens, in any integer dtype, and each length.
+
+        Ids of selected texts are compared with the reference, and the characters of their unknown tokens are counted.
+        Raise BackendMismatch if a fast back end fails or gives other ids.
+        """
         batch = self.tokenizer.encode_batch(texts) if self.fast is None else _guarded(self.name, self.fast, texts)
-        if selected := self._select(texts):
-            self._examine(texts, batch, selected)
+        selected = self._select(texts)
+        if not selected:
+            return batch
+        ends = np.cumsum(batch.lengths, dtype=np.int64)
+        ids = [batch.ids[ends[index] - batch.lengths[index] : ends[index]] for index in selected]
+        selected_texts = [texts[index] for index in selected]
+        if self.fast is not None:
+            expected = self.tokenizer.encode_batch(selected_texts)
+            batch_of_selected = EncodedBatch(np.concatenate(ids), batch.lengths[selected])
+            _compare(self.name, selected_texts, batch_of_selected, expected)
+            self.compared += len(selected)
+        for text, ids_of_text in zip(selected_texts, ids, strict=True):
+            self.sampled_characters += len(text)
+            if (ids_of_text == self.tokenizer.unk_id).any():
+                self.unknown_characters += self.tokenizer.count_unknown_characters(text)
         return batch
 
     def _select(self, texts: Sequence[str]) -> list[int]:
@@ -109,21 +126,6 @@ class Encoder:
         next_verified = -(-max(start, _FIRST_DOCUMENTS) // _INTERVAL) * _INTERVAL
         selected += [number - start for number in range(next_verified, self._documents, _INTERVAL)]
         return [index for index in selected if len(texts[index]) <= _LONGEST_VERIFIED]
-
-    def _examine(self, texts: Sequence[str], batch: EncodedBatch, selected: Sequence[int]) -> None:
-        """Compare the ids of a fast back end with the reference, and count the characters of unknown tokens."""
-        ends = np.cumsum(batch.lengths, dtype=np.int64)
-        ids = [batch.ids[ends[index] - batch.lengths[index] : ends[index]] for index in selected]
-        selected_texts = [texts[index] for index in selected]
-        if self.fast is not None:
-            expected = self.tokenizer.encode_batch(selected_texts)
-            batch_of_selected = EncodedBatch(np.concatenate(ids), batch.lengths[list(selected)])
-            _compare(self.name, selected_texts, batch_of_selected, expected)
-            self.compared += len(selected)
-        for text, ids_of_text in zip(selected_texts, ids, strict=True):
-            self.sampled_characters += len(text)
-            if (ids_of_text == self.tokenizer.unk_id).any():
-                self.unknown_characters += self.tokenizer.count_unknown_characters(text)
 
 
 def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) -> Encoder:

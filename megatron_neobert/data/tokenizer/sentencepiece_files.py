@@ -53,7 +53,13 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     except BaseException as error:
         raise_unless_library(error)
         raise DataError(f"{path}: the tokenizers library cannot load it ({error}); fetch the file again") from error
-    names = _choose_names(model, path.parent)
+    spec = model.trainer_spec
+    model_names = {"cls": spec.bos_piece, "sep": spec.eos_piece, "pad": spec.pad_piece, "unk": _unknown_piece(model)}
+    # Besides tokenizer_config.json: BERT's name, the model's or RoBERTa's.
+    candidates = {
+        role: (bert, model_names.get(role, roberta), roberta) for role, (bert, roberta) in STANDARD_NAMES.items()
+    }
+    names, _ = choose_special_names({entry.piece for entry in model.pieces}, path.parent, candidates)
     # In the order of the vocabulary, then of these roles: new tokens get the next ids.
     declared_special = [
         entry.piece for entry in model.pieces if entry.type == _CONTROL or entry.piece in names.values()
@@ -63,14 +69,6 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     ordinary = (text for text in symbols if text not in declared_special)
     backend.add_tokens([AddedToken(text, normalized=True, special=False) for text in ordinary])
     return backend, names
-
-
-def _choose_names(model: Any, folder: Path) -> dict[str, str]:
-    """Return the name of each role's token: declared in tokenizer_config.json, BERT's, the model's, or RoBERTa's."""
-    spec = model.trainer_spec
-    model_names = {"cls": spec.bos_piece, "sep": spec.eos_piece, "pad": spec.pad_piece, "unk": _unknown_piece(model)}
-    names = {role: (bert, model_names.get(role, roberta), roberta) for role, (bert, roberta) in STANDARD_NAMES.items()}
-    return choose_special_names({entry.piece for entry in model.pieces}, folder, names)[0]
 
 
 def _unknown_piece(model: Any) -> str:
@@ -106,24 +104,20 @@ def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
     normalizer = normalizers.Sequence([*before_prefix, *after_prefix])
     hidden = [text for text in symbols if normalizer.normalize_str(text) != text]
     stand_ins = {text: chr(_FIRST_STAND_IN + number) for number, text in enumerate(hidden)}
+    prefix: list[Any] = []
+    if spec.add_dummy_prefix and not symbols:
+        prefix = [normalizers.Prepend(_SPACE)]
+    elif spec.add_dummy_prefix:
+        # A symbol alone gets no space, because the back end also normalises the texts of its added tokens.
+        alternatives = "|".join(re.escape(stand_ins.get(text, text)) for text in symbols)
+        prefix = [normalizers.Replace(Regex(rf"\A(?!\z|(?:{alternatives})\z)"), _SPACE)]
     return [
         *(normalizers.Replace(text, stand_in) for text, stand_in in stand_ins.items()),
         *before_prefix,
-        *([_dummy_prefix([stand_ins.get(text, text) for text in symbols])] if spec.add_dummy_prefix else []),
+        *prefix,
         *after_prefix,
         *(normalizers.Replace(stand_in, text) for text, stand_in in stand_ins.items()),
     ]
-
-
-def _dummy_prefix(symbols: list[str]) -> Any:
-    """Return the normalizer that puts "▁" (SentencePiece's space) before a text.
-
-    A text equal to one of `symbols` gets no space, because the back end also normalises the texts of its added tokens.
-    """
-    if not symbols:
-        return normalizers.Prepend(_SPACE)
-    alternatives = "|".join(re.escape(symbol) for symbol in symbols)
-    return normalizers.Replace(Regex(rf"\A(?!\z|(?:{alternatives})\z)"), _SPACE)
 
 
 def _build_bpe(model: Any) -> models.BPE:

@@ -58,6 +58,12 @@ def byte_level_backend(special: Sequence[str] = ROBERTA) -> tokenizers.Tokenizer
     return backend
 
 
+def ids_of(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each text."""
+    batch = tokenizer.encode_batch(texts)
+    return [ids.tolist() for ids in np.split(batch.ids, np.cumsum(batch.lengths)[:-1])]
+
+
 def write_chunk(
     folder: Path,
     number: int,
