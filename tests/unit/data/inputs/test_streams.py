@@ -61,23 +61,20 @@ def flip_the_middle(compressed):
 
 
 DAMAGE = {
-    "truncated": (lambda compressed: compressed[: len(compressed) // 2], r" .* after line \d+ "),
-    "last byte missing": (lambda compressed: compressed[:-1], r" .* after line \d+ "),
-    "flipped": (flip_the_middle, r" .* after line \d+ "),
-    "other data behind": (lambda compressed: compressed + b"other data", r" .* after line \d+ "),
-    "second of three members": (
-        lambda compressed: compressed + flip_the_middle(compressed) + compressed,
-        r" .* line \d+ ",
-    ),
-    "header of the second member": (lambda compressed: compressed + b"\0" + compressed[1:], r" .* after line \d+ "),
-    "head only": (lambda compressed: compressed[:8], " is "),
+    "truncated": lambda compressed: compressed[: len(compressed) // 2],
+    "last byte missing": lambda compressed: compressed[:-1],
+    "flipped": flip_the_middle,
+    "other data behind": lambda compressed: compressed + b"other data",
+    "second of three members": lambda compressed: compressed + flip_the_middle(compressed) + compressed,
+    "header of the second member": lambda compressed: compressed + b"\0" + compressed[1:],
+    "head only": lambda compressed: compressed[:8],
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_stream_is_refused_with_the_last_good_line(tmp_path, compression, kind):
-    damage, message = DAMAGE[kind]
-    (tmp_path / "input").write_bytes(damage(COMPRESS[compression](b"".join(MANY))))
+    (tmp_path / "input").write_bytes(DAMAGE[kind](COMPRESS[compression](b"".join(MANY))))
+    message = " is " if kind == "head only" else r" .* after line \d+ "
     with pytest.raises(DataError, match=rf"input: the {compression} stream{message}.*fetch the file again"):
         read(tmp_path / "input")
 

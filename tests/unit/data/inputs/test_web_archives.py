@@ -106,6 +106,11 @@ def test_a_truncated_body_is_read_as_far_as_it_goes(tmp_path, headers, body):
     assert text.startswith("Whale 0. Whale 1.") and 30 < text.count("Whale") < 190
 
 
+GERMAN = "<p>Schöne Grüße aus München, größter Ort der Überlegung</p>"
+JAPANESE = "<p>これは日本語のページです</p>"
+EUC_JP = b"<meta charset=euc-jp>" + JAPANESE.encode("euc-jp")
+
+
 @pytest.mark.parametrize(
     ("block", "text"),
     [
@@ -113,30 +118,16 @@ def test_a_truncated_body_is_read_as_far_as_it_goes(tmp_path, headers, body):
         (b"HTTP/2 200 \r\ncontent-type: text/html\r\n\r\n<p>New.</p>", "New."),
         (b"HTTP/1.1 200 OK\nContent-Type: text/html\n\n<p>One\n\nline.", "One line."),
         (b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<!DOCTYPE html><p>Untyped.", "Untyped."),
+        (http(GERMAN.encode("latin-1"), "text/html; charset=ISO-8859-1"), GERMAN[3:-4]),
+        (http(GERMAN.encode("latin-1")), GERMAN[3:-4]),  # guessed
+        (http(GERMAN.encode(), "text/html; charset=ISO-8859-1"), GERMAN[3:-4]),  # the server is wrong
+        (http(GERMAN.encode("utf-16")), GERMAN[3:-4]),
+        (http(EUC_JP, "text/html; charset=nonsense"), JAPANESE[3:-4]),
+        (http(JAPANESE.encode("iso2022_jp"), "text/html; charset=ISO-2022-JP"), JAPANESE[3:-4]),
     ],
 )
-def test_other_forms_of_responses_give_their_text(tmp_path, block, text):
+def test_responses_of_any_form_and_encoding_give_their_text(tmp_path, block, text):
     assert text_of(tmp_path, record("response", block)) == text
-
-
-GERMAN = "<p>Schöne Grüße aus München, größter Ort der Überlegung</p>"
-JAPANESE = "<p>これは日本語のページです</p>"
-
-
-@pytest.mark.parametrize(
-    ("body", "content_type", "text"),
-    [
-        (GERMAN.encode("latin-1"), "text/html; charset=ISO-8859-1", GERMAN),
-        (GERMAN.encode("latin-1"), "text/html", GERMAN),  # guessed
-        (GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),  # the server is wrong
-        (GERMAN.encode("utf-16"), "text/html", GERMAN),
-        (b"<meta charset=euc-jp>" + JAPANESE.encode("euc-jp"), "text/html; charset=nonsense", JAPANESE),
-        (JAPANESE.encode("iso2022_jp"), "text/html; charset=ISO-2022-JP", JAPANESE),
-    ],
-)
-def test_encoding_of_a_page_is_detected(tmp_path, body, content_type, text):
-    reading = read_between(tmp_path, record("response", http(body, content_type)))
-    assert reading.texts == [text[3:-4]]
 
 
 def test_wet_records_are_unchanged_texts_and_need_no_fastwarc(tmp_path, monkeypatch):
