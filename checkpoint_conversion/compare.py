@@ -32,7 +32,8 @@ from checkpoint_conversion.config_json import read_model_config
 from checkpoint_conversion.mapping import TABLES, ModelShape, to_internal, without_padding
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation.models import LoadOptions, load_model
+from megatron_neobert.evaluation.models import load_model
+from megatron_neobert.evaluation.options import ComputeOptions
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import check_folder
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTForMaskedLM
@@ -252,8 +253,9 @@ def checkpoint_model(
 
 def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
     """Load a Hugging Face folder's model for a comparison that computes in `dtype`."""
-    model = load_model(folder, "AutoModelForMaskedLM", LoadOptions(dtype=dtype), return_dict=True)
-    return to_logit_model(folder, model)
+    precision: Any = str(dtype).removeprefix("torch.")
+    options = ComputeOptions(dtype=precision, device="cpu")
+    return to_logit_model(folder, load_model(folder, "AutoModelForMaskedLM", options, return_dict=True))
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:

@@ -20,40 +20,39 @@ from typing import Any, ClassVar
 
 import numpy as np
 import transformers
+from datasets import Dataset
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from sklearn import metrics
 
 from megatron_neobert.evaluation.classify_data import labels_of, read_dataset, read_datasets
 from megatron_neobert.evaluation.data import Rows
-from megatron_neobert.evaluation.fine_tune import Scores, resolve_device
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer, longest_input
-from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
+from megatron_neobert.evaluation.fine_tune import Scores, Task, resolve_device
+from megatron_neobert.evaluation.models import fingerprint, load_tokenizer, longest_input
+from megatron_neobert.evaluation.options import ClassifyOptions
 from megatron_neobert.evaluation.plots import save_figure
-from megatron_neobert.evaluation.sequence import SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Sweep, last_sweep, run_sweep, task_folder
+from megatron_neobert.evaluation.sweep import GRIDS, last_sweep, run_sweep, task_folder
 from megatron_neobert.huggingface.hub import model_name
 
 _MOST_SHOWN_CLASSES = 16  # of a confusion matrix; the names of more classes are not readable on a screen
 
 
 @dataclass(frozen=True)
-class ClassifyTask(SequenceTask):
-    # The accuracy can stay that of guessing for hundreds of steps, so with GLUE's interval a run could end too early.
-    eval_strategy = "epoch"
-    last_split_pattern = "test_{}"
+class ClassifyTask(Task):
+    kind = "classify"
     # docs/evaluation.md has the measurements. Classes without this setting, such as BERT's, keep their pooling.
     changes: ClassVar[dict[str, Any]] = {"classifier_pooling": "mean"}
 
-    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
-        rows = read_dataset(options.data_dir, self.name)[split]
+    def read_rows(self, split: str, data_dir: Path) -> Rows:
+        rows = read_dataset(data_dir, self.name)[split]
         return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
-    def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
+    def score(self, prediction: Any, encoded: Dataset) -> Scores:
         """Return the accuracy of predictions [rows, classes], and their mean F1 over all classes of the head.
 
         F1 of a class without rows and predictions is 0.
         """
+        logits, labels = prediction.predictions, prediction.label_ids
         # -1 is no class: outputs that are not finite count as wrong.
         predicted = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
         classes = range(len(self.labels))
@@ -73,9 +72,7 @@ def run_classify(options: ClassifyOptions) -> Path:
         for name, splits in read_datasets(options)
     ]
     for task in tasks:
-        data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
-        grid = GRIDS[options.grid].replace(options)
-        run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
+        run_sweep(task, GRIDS[options.grid].replace(options), options.model, options)
     # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
     for task in tasks:
         draw_confusion(task, folder, options)
@@ -91,7 +88,7 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
     if sweep is None or sweep["kept"] is None:
         return
     weights = Path(sweep["kept"])
-    model, tokenizer = task.load(weights, LoadOptions(attention=options.attention)), load_tokenizer(weights)
+    model, tokenizer = task.load(weights, options.attention), load_tokenizer(weights)
     split = task.splits[-1]
     encoded = task.encode(split, options, tokenizer, longest_input(model, tokenizer, at_most=options.max_length))
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,9 +100,9 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
             use_cpu=options.device != "cuda",
         )
         trainer = transformers.Trainer(model, arguments, data_collator=task.collator(tokenizer))
-        logits: Any = trainer.predict(encoded.dataset).predictions
+        logits: Any = trainer.predict(encoded).predictions
     path = task_folder(folder, "classify", task.name) / "confusion.png"
-    plot_confusion(path, task, split, encoded.dataset["labels"], logits.argmax(axis=1))
+    plot_confusion(path, task, split, encoded["labels"], logits.argmax(axis=1))
 
 
 def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:

@@ -9,10 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
 import msgspec
@@ -35,8 +35,6 @@ SPLIT_NAMES = {
     "validation": ("validation", "valid", "dev", "testa", "eng.testa"),
     "test": ("test", "testb", "eng.testb"),
 }
-
-T = TypeVar("T")
 
 
 # --- safety
@@ -234,16 +232,19 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
 class Rows:
     """Texts and labels of the rows of one split."""
 
-    texts: list[list[str]]  # by column, then by row
-    labels: list[Any]
+    texts: list[list[Any]]  # by column, then by row: a string, or the words of a sentence
+    labels: list[Any]  # by row: a name, an index or a score, or the tags of a sentence
     digest: str  # of all values
 
-
-def select_evenly(rows: Sequence[T], limit: int | None) -> Sequence[T]:
-    """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""
-    if limit is None or len(rows) <= limit:
-        return rows
-    return [rows[number * len(rows) // limit] for number in range(limit)]
+    def select(self, limit: int | None) -> "Rows":
+        """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""
+        count = len(self.labels)
+        if limit is None or count <= limit:
+            return self
+        *texts, labels = (
+            [column[number * count // limit] for number in range(limit)] for column in (*self.texts, self.labels)
+        )
+        return replace(self, texts=texts, labels=labels)
 
 
 def digest_of(rows: datasets.Dataset, names: Sequence[str]) -> str:

@@ -44,8 +44,8 @@ from megatron_neobert.evaluation.embed_data import (
     without_held_out,
 )
 from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record
-from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
-from megatron_neobert.evaluation.options import EmbedderOptions
+from megatron_neobert.evaluation.models import choose_device, fingerprint, load_sentence_transformer
+from megatron_neobert.evaluation.options import ComputeOptions, EmbedderOptions
 from megatron_neobert.evaluation.report import load_record, write_page
 from megatron_neobert.huggingface.folder_files import restore_files, write_module_files
 from megatron_neobert.huggingface.hub import model_name
@@ -249,7 +249,7 @@ def train(
     # Set the seed before loading, because a pooler that the folder lacks is initialized at random.
     transformers.set_seed(options.seed)
     # Weights are float32 whatever the folder's dtype is: AdamW's updates are too small for bfloat16's precision.
-    loading = LoadOptions(attention=options.attention)
+    loading = ComputeOptions(device="cpu", attention=options.attention)
     model = load_sentence_transformer(options.model, loading, max_length=training.max_length)
     prompts = build_prompts(config.datasets, training)
     # encode_query and encode_document of the final model use the prompts of the largest dataset.

@@ -15,23 +15,25 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import transformers
 from datasets import Dataset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
-from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_tokenizer, longest_input
-from megatron_neobert.evaluation.options import FineTuneOptions
+from megatron_neobert.errors import ConfigError, ConversionError, print_warnings_as_sentences, short_reason
+from megatron_neobert.evaluation.data import Rows
+from megatron_neobert.evaluation.models import choose_device, load_model, load_tokenizer, longest_input
+from megatron_neobert.evaluation.options import ComputeOptions, FineTuneOptions
 from megatron_neobert.huggingface.folder_files import restore_files
 from megatron_neobert.runtime.atomic_files import saving_weights
 from megatron_neobert.runtime.jobs import JobOptions, JobRunner, progress_bar
@@ -42,6 +44,7 @@ WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share 
 PATIENCE = 15  # evaluations
 _PREDICTION_BATCH = 32  # rows; scores do not depend on it
 WEIGHTS = "model"  # subfolder of a run's folder with the best weights
+_SEQUENCE_CLASS = "AutoModelForSequenceClassification"
 
 Options = TypeVar("Options", bound=FineTuneOptions)
 Scores = dict[str, float]
@@ -61,38 +64,71 @@ class Point:
         return f"batch{self.batch_size}_lr{self.learning_rate:g}_wd{self.weight_decay:g}_seed{self.seed}"
 
 
-class EncodedSplit(NamedTuple):
-    """Tokenized rows of one split, and the function that scores predictions for them."""
-
-    dataset: Dataset
-    score: Callable[[Any], Scores]  # takes transformers' EvalPrediction
-
-
 @dataclass(frozen=True)
 class Task(ABC):
-    """Task to fine-tune on. Instances can be pickled."""
+    """Task to fine-tune on: classification or, without labels, regression. Instances can be pickled.
+
+    Rows are texts or pairs of texts; subclasses may override `encode` for other rows. transformers chooses the head by
+    model type. Our exports have a dense layer on the first token or on the mean of the tokens, then tanh and dropout
+    (neobert) or GELU without dropout (eurobert), then the output layer.
+    """
 
     name: str
     splits: tuple[str, ...]  # training set, validation set, and optionally a set that only measures the best weights
     metrics: tuple[str, ...]  # averaged for the tables; the first one selects the best weights
-    collator: ClassVar[Any]
-    eval_strategy: ClassVar[str]
-    last_split_pattern: ClassVar[str]  # turns the name of a metric into its name for the third split
+    labels: tuple[str, ...]  # names of the classes; empty for a regression
+
+    kind: ClassVar[str]  # of the record: glue, ner or classify
+    auto_class: ClassVar[str] = _SEQUENCE_CLASS
+    collator: ClassVar[Any] = transformers.DataCollatorWithPadding
+    changes: ClassVar[dict[str, Any]] = {}  # of the settings in config.json, as in `load_model`
+    eval_strategy: ClassVar[str] = "epoch"
+    last_split_pattern: ClassVar[str] = "test_{}"  # turns the name of a metric into its name for the third split
 
     @abstractmethod
-    def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder. Missing layers are initialized with torch's global generator."""
+    def read_rows(self, split: str, data_dir: Path) -> Rows:
+        """Return all rows of a split. The labels are class indices, scores, or the tags of sentences."""
 
     @abstractmethod
-    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
-        """Return a split, truncated to `length` tokens per row."""
+    def score(self, prediction: Any, encoded: Dataset) -> Scores:
+        """Return the scores of transformers' EvalPrediction for an encoded split, as fractions of 1."""
 
-    @abstractmethod
-    def count_rows(self, split: str, options: FineTuneOptions) -> int:
-        """Return the number of rows that `encode` returns."""
+    def load(self, folder: Path, attention: str | None = None) -> Any:
+        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
+
+        Raises ConversionError if the head reads only the last token.
+        """
+        changes = {**self.changes, "num_labels": len(self.labels) or 1}
+        if self.labels:
+            changes["id2label"] = dict(enumerate(self.labels))
+            changes["label2id"] = {label: number for number, label in enumerate(self.labels)}
+        if self.auto_class == _SEQUENCE_CLASS:
+            # Explicit, because the config of a fine-tuned folder may name another type.
+            changes["problem_type"] = "single_label_classification" if self.labels else "regression"
+        options = ComputeOptions(device="cpu", attention=attention)
+        model = load_model(folder, self.auto_class, options, **changes)
+        if isinstance(model, GenericForSequenceClassification):
+            raise ConversionError(
+                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which does not "
+                "suit an encoder; evaluate the eurobert or neobert export of the same checkpoint."
+            )
+        return model
+
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Dataset:
+        """Return a tokenized split: at most `options.limit` evenly spaced rows, each truncated to `length` tokens.
+
+        Splits other than train are sorted by length.
+        """
+        rows = self.read_rows(split, options.data_dir).select(options.limit)
+        encoding = tokenizer(*rows.texts, truncation=True, max_length=length)
+        dataset = Dataset.from_dict({**encoding, "labels": rows.labels})
+        if split != "train":  # less padding; the order does not change scores
+            lengths = list(map(len, dataset["input_ids"]))
+            dataset = dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))
+        return dataset
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     """One point on one task. Instances can be pickled."""
 
@@ -132,7 +168,7 @@ def fine_tune(run: Run) -> Outcome:
     trainer.compute_metrics = None
     for split in run.task.splits[2:]:
         encoded = trainer.splits[split]
-        last_scores = encoded.score(trainer.predict(encoded.dataset))
+        last_scores = run.task.score(trainer.predict(encoded), encoded)
         scores |= {run.task.last_split_pattern.format(name): score for name, score in last_scores.items()}
     # A model folder needs no pickle, and no state of the trainer, which has the paths of this machine.
     for name in ("training_args.bin", "trainer_state.json"):
@@ -190,22 +226,22 @@ class PaperTrainer(transformers.Trainer):
         """Load model and data. The point's seed initializes the head."""
         task, options = run.task, run.options
         transformers.set_seed(run.point.seed)
-        model, tokenizer = task.load(run.start, LoadOptions(attention=options.attention)), load_tokenizer(run.start)
+        model, tokenizer = task.load(run.start, options.attention), load_tokenizer(run.start)
         length = longest_input(model, tokenizer, at_most=options.max_length)
         self.splits = {split: task.encode(split, options, tokenizer, length) for split in task.splits}
         self.scores_by_step = dict[int, Scores]()
         train, validation = (self.splits[split] for split in task.splits[:2])
 
         def compute(prediction: Any) -> Scores:
-            scores = validation.score(prediction)
+            scores = task.score(prediction, validation)
             self.scores_by_step[self.state.global_step] = scores
             return dict(scores)
 
         super().__init__(
             model=model,
-            args=_arguments(run, interval=evaluation_interval(-(-len(train.dataset) // run.point.batch_size))),
-            train_dataset=train.dataset,
-            eval_dataset=validation.dataset,
+            args=_arguments(run, interval=evaluation_interval(-(-len(train) // run.point.batch_size))),
+            train_dataset=train,
+            eval_dataset=validation,
             processing_class=tokenizer,
             data_collator=task.collator(tokenizer),
             compute_metrics=compute,

@@ -21,22 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from datasets import Dataset
 from scipy import stats
 from sklearn import metrics
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import Rows, columns_of, digest_of, read_split
-from megatron_neobert.evaluation.fine_tune import resolve_device
+from megatron_neobert.evaluation.fine_tune import Scores, Task, resolve_device
 from megatron_neobert.evaluation.models import fingerprint
-from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
+from megatron_neobert.evaluation.options import FETCH_GLUE, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
-from megatron_neobert.evaluation.sequence import SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Grid, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
-_METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]] = {
+_METRICS: dict[str, Callable[[Any, Any], float]] = {
     "accuracy": metrics.accuracy_score,
     "f1": partial(metrics.f1_score, zero_division=0.0),
     "matthews": metrics.matthews_corrcoef,
@@ -46,7 +45,7 @@ _METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]]
 
 
 @dataclass(frozen=True)
-class GlueTask(SequenceTask):
+class GlueTask(Task):
     """One GLUE task. Without labels, it is a score from 0 to 5."""
 
     title: str  # the benchmark's spelling, also accepted as a folder name
@@ -54,23 +53,25 @@ class GlueTask(SequenceTask):
     row_counts: tuple[int, ...]  # by split; MNLI's mismatched split included
     starts_from_mnli: bool = False
 
+    kind = "glue"
     eval_strategy = "steps"
     last_split_pattern = "{}_mismatched"
 
-    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
-        return read_task(options.data_dir, self, split)
+    def read_rows(self, split: str, data_dir: Path) -> Rows:
+        return read_task(data_dir, self, split)
 
-    def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
+    def score(self, prediction: Any, encoded: Dataset) -> Scores:
         """Return the scores of one split by metric, as fractions of 1. MNLI's key is "accuracy" for both splits.
 
         An undefined score is 0. All scores are 0, with a warning, if a logit is not finite.
         """
+        logits = prediction.predictions
         names = [name for name in self.metrics if name in _METRICS]
         if not np.isfinite(logits).all():
             warnings.warn(f"{self.title}: the model's outputs are not finite; its scores count as 0.", stacklevel=2)
             return dict.fromkeys(names, 0.0)
-        predictions: NDArray[np.generic] = logits.reshape(len(logits)) if self.is_regression else logits.argmax(axis=1)
-        scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
+        predicted = logits.argmax(axis=1) if self.labels else logits.reshape(len(logits))
+        scores = {name: float(_METRICS[name](prediction.label_ids, predicted)) for name in names}
         return {name: score if np.isfinite(score) else 0.0 for name, score in scores.items()}
 
 
@@ -130,7 +131,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
     """Return the class index of a label, or the value as float for regression. Raises DataError if it is invalid."""
-    if task.is_regression:
+    if not task.labels:
         with suppress(TypeError, ValueError):  # an empty cell is None
             if 0 <= float(value) <= 5:
                 return float(value)
@@ -158,20 +159,12 @@ def run_glue(options: GlueOptions) -> Path:
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if transfer_tasks and MNLI not in tasks:
         _best_mnli(folder, model)
-    data = {
-        task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
-        for task in tasks
-    }
     for task in tasks:
-        sweep = Sweep(
-            kind="glue",
-            task=TASKS[task],
-            grid=choose_grid(options, task),
-            start=_best_mnli(folder, model) if task in transfer_tasks else options.model,
-            data=data[task],
-            options=options,
-        )
-        run_sweep(sweep)
+        for split in TASKS[task].splits:
+            read_task(options.data_dir, TASKS[task], split)  # fails before the first run
+    for task in tasks:
+        start = _best_mnli(folder, model) if task in transfer_tasks else options.model
+        run_sweep(TASKS[task], choose_grid(options, task), start, options)
     return folder
 
 

@@ -4,7 +4,7 @@ Folders in NeoBERT's own layout are loaded with this project's class. Code in a 
 """
 
 import hashlib
-from dataclasses import dataclass
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,28 @@ from torch import nn
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.evaluation.options import ComputeOptions
 from megatron_neobert.huggingface.auto_classes import loading
-from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
+from megatron_neobert.huggingface.checks import TORCH_ATTENTION, WEIGHTS, check_folder, quote, read_json, read_object
 from megatron_neobert.huggingface.hub import FILES_OF_OUTPUT, TOKENIZER_FILES
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 _ATTENTION = (*TORCH_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
 # transformers gives tokenizers without a length limit a model_max_length of 1e30.
 UNLIMITED_LENGTH = 1 << 30
+_PREFIX = "sentence_transformers."
+_TANH = "torch.nn.modules.activation.Tanh"
+_ACTIVATION = re.compile(r"torch\.nn\.modules\.(activation\.\w+|linear\.Identity)")
+# Values that the library writes for a text encoder. Other keys may only have empty values.
+_TRANSFORMER_SETTINGS = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """Precision, device and attention of a model."""
-
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-    attention: str | None = None  # attn_implementation; None: chosen by transformers
+FLOAT32_ON_CPU = ComputeOptions(device="cpu")
 
 
-FLOAT32_ON_CPU = LoadOptions()
-
-
-def to_load_options(options: ComputeOptions) -> LoadOptions:
-    """Return dtype, device and attention of a command line. Raises ConfigError if there is no such device."""
-    dtype = getattr(torch, options.dtype)
-    return LoadOptions(dtype=dtype, device=choose_device(options.device), attention=options.attention)
-
-
-def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:
+def load_model(folder: Path, auto_class: str, options: ComputeOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:
     """Return a model on `options.device`, in evaluation mode, with all weights of its encoder read from the folder.
 
     Two parts get random weights from torch's generator: a pooler that the folder lacks, and a classification head that
@@ -53,8 +47,10 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
         changes: Settings that replace those of config.json, such as num_labels. Settings that the model's class lacks
             are ignored.
 
-    Raises ConversionError if another weight is missing or has another shape than in config.json.
+    Raises ConversionError if another weight is missing or has another shape than in config.json, and ConfigError if
+    there is no such device.
     """
+    device = choose_device(options.device)
     check_folder(folder, attention=_ATTENTION)
     with loading(folder, auto_class):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -63,7 +59,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
             changes["attn_implementation"] = options.attention
         model, info = getattr(transformers, auto_class).from_pretrained(
             folder,
-            dtype=options.dtype,
+            dtype=getattr(torch, options.dtype),
             trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
@@ -89,7 +85,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
     # Legal settings of config.json that change what a model returns.
     model.config.output_hidden_states = model.config.output_attentions = False
     model.config.return_dict = True
-    return model.to(options.device).eval()
+    return model.to(device).eval()
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -109,15 +105,13 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
+def load_sentence_transformer(folder: Path, options: ComputeOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
     """Return the SentenceTransformer of a folder, with its prompts, on `options.device`.
 
     modules.json names its modules. Without this file, the modules are the encoder and mean pooling. Texts have at most
     `max_length` tokens, special tokens included, or fewer if the model or the folder has a lower limit.
     """
     from sentence_transformers import SentenceTransformer
-
-    from megatron_neobert.evaluation.sentence_modules import check_modules
 
     # Refuses a folder without a tokenizer, for which the library would create an empty one.
     load_tokenizer(folder)
@@ -133,7 +127,7 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
     model.default_prompt_name = None
     at_most = min(max_length, model.max_seq_length or max_length)
     model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
-    return model.to(options.device)
+    return model.to(backbone.device)
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
@@ -183,3 +177,68 @@ def fingerprint(folder: Path) -> str:
     files = {path.relative_to(folder): path for pattern in FILES_OF_OUTPUT for path in folder.glob(pattern)}
     lines = [f"{name} {sha256_of(files[name])}\n" for name in sorted(files) if files[name].is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+
+
+# --- modules of sentence-transformers
+
+
+def check_modules(folder: Path) -> None:
+    """Check a folder before sentence-transformers reads it.
+
+    The library imports any of its classes that modules.json names. Some of these classes load whole models from
+    subfolders with keyword arguments that the subfolder chooses, which can enable pickles and remote attention kernels.
+    Here a folder may have a Transformer, Pooling, Dense layers and Normalize, in this order. The Transformer may have
+    no other settings than limits of the text, and a Dense layer has weights in safetensors and an activation function
+    of torch.
+
+    Raises:
+        ConversionError: A file names other modules, arguments of loaders, or prompts that are not texts.
+        MissingInputError: The folder of a module has no config.json.
+    """
+    for path in folder.glob("sentence_*config.json"):
+        for key, value in read_object(path).items():
+            is_limit = (key == "max_seq_length" and type(value) is int) or (key == "do_lower_case" and value is True)
+            if value and not is_limit and value != _TRANSFORMER_SETTINGS.get(key):
+                raise ConversionError(f"{path}: {key} is {quote(value)}, which is not supported. Remove the key.")
+    if (path := folder / "config_sentence_transformers.json").exists():
+        prompts = read_object(path).get("prompts") or {}
+        if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+            raise ConversionError(f"{path}: prompts is {quote(prompts)}, but must be texts by name. Correct the value.")
+    if (path := folder / "modules.json").exists():
+        _check_list(folder, path, read_json(path))
+
+
+def _check_list(folder: Path, path: Path, entries: Any) -> None:
+    try:
+        folders = {entry["path"]: entry["type"] for entry in entries}
+        kinds = [kind.rpartition(".")[2] for kind in folders.values() if kind.startswith(_PREFIX)]
+        # The fingerprint covers only the top folder and folders with names like 1_Pooling.
+        are_inside = all(re.fullmatch(r"[0-9]_\w+", name) for name in list(folders)[1:])
+        is_allowed = re.fullmatch("Transformer,Pooling(,Dense)*(,Normalize)?", ",".join(kinds)) is not None
+        is_allowed &= len(kinds) == len(entries) and not next(iter(folders)) and are_inside
+        is_allowed &= not any(entry.get("kwargs") for entry in entries)
+    except (TypeError, KeyError, AttributeError):
+        is_allowed = False
+    if not is_allowed:
+        raise ConversionError(
+            f"{path}: only Transformer in the top folder, Pooling in a subfolder like 1_Pooling, Dense and Normalize "
+            "are supported, in this order and without arguments; evaluate this model with mteb itself."
+        )
+    for name, kind in zip(folders, kinds, strict=True):
+        if kind in ("Pooling", "Dense") and not (config := folder / name / "config.json").is_file():
+            raise MissingInputError(f"{config}: no such file; fetch the folder again.")
+        if kind == "Dense":
+            _check_dense(folder / name)
+
+
+def _check_dense(folder: Path) -> None:
+    """Raise ConversionError if the folder of a Dense layer has pickled weights, or another activation than torch's."""
+    activation = read_object(folder / "config.json").get("activation_function", _TANH)
+    if not isinstance(activation, str) or not _ACTIVATION.fullmatch(activation):
+        raise ConversionError(
+            f"{folder / 'config.json'}: activation_function is {quote(activation)}, not a class like {_TANH}; name one."
+        )
+    if not (folder / WEIGHTS).is_file() or any(folder.glob("*.bin")):
+        raise ConversionError(
+            f"{folder}: the weights must be in {WEIGHTS} and not pickled; save them with safetensors."
+        )

@@ -41,7 +41,6 @@ from megatron_neobert.evaluation.models import (
     fingerprint,
     load_sentence_transformer,
     load_tokenizer,
-    to_load_options,
 )
 from megatron_neobert.evaluation.mteb_tasks import choose_tasks, digest_of_files, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
@@ -221,7 +220,7 @@ def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTran
     Print a line if the model truncates texts to fewer than `options.max_length` tokens.
     """
     folder = options.model
-    model = load_sentence_transformer(folder, to_load_options(options), max_length=options.max_length)
+    model = load_sentence_transformer(folder, options, max_length=options.max_length)
     if model.max_seq_length < options.max_length:
         lengths = f"after {model.max_seq_length} tokens, not {options.max_length}"
         print(f"{folder}: texts are truncated {lengths}, because of the model's longest input")

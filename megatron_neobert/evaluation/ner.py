@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import transformers
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from seqeval.metrics import f1_score, precision_score, recall_score
 
 from megatron_neobert.errors import ConversionError, DataError, MissingInputError
-from megatron_neobert.evaluation.data import SPLIT_NAMES, columns_of, digest_of, read_split, select_evenly
-from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device
-from megatron_neobert.evaluation.models import LoadOptions, load_model, load_tokenizer
+from megatron_neobert.evaluation.data import SPLIT_NAMES, Rows, columns_of, digest_of, read_split
+from megatron_neobert.evaluation.fine_tune import Scores, Task, resolve_device
+from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
-from megatron_neobert.evaluation.sweep import GRIDS, Sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.text import listed
 
@@ -43,51 +43,24 @@ _COLUMNS = (*_WORD_COLUMNS, *_TAG_COLUMNS)
 _IGNORED_LABEL = -100  # torch's cross-entropy skips it
 
 
-class Sentence(NamedTuple):
-    words: list[str]
-    tags: list[str]
-
-
-@dataclass(frozen=True)
-class NerData:
-    """Sentences and hash of every split of a dataset. A dataset may have no test set."""
-
-    sentences: dict[str, list[Sentence]]
-    digests: dict[str, str]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Tags that occur, O first."""
-        tags = {tag for split in self.sentences.values() for sentence in split for tag in sentence.tags}
-        return (OUTSIDE, *sorted(tags - {OUTSIDE}))
-
-
 @dataclass(frozen=True)
 class NerTask(Task):
-    labels: tuple[str, ...]
-
+    kind = "ner"
+    auto_class = "AutoModelForTokenClassification"
     collator = transformers.DataCollatorForTokenClassification
-    # F1 is 0 until the model finds its first entity, so with GLUE's interval a small dataset would stop too early.
-    eval_strategy = "epoch"
-    last_split_pattern = "test_{}"
 
-    def load(self, folder: Path, options: LoadOptions) -> Any:
-        return load_model(
-            folder,
-            "AutoModelForTokenClassification",
-            options,
-            num_labels=len(self.labels),
-            id2label=dict(enumerate(self.labels)),
-            label2id={label: id for id, label in enumerate(self.labels)},
-        )
+    def read_rows(self, split: str, data_dir: Path) -> Rows:
+        return read_dataset(data_dir, self.name)[split]
 
-    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
-        sentences = read_data(options.data_dir, self.name, options.limit).sentences[split]
-        encoded = encode_sentences(sentences, self.labels, tokenizer, length)
-        return EncodedSplit(encoded.rows, lambda prediction: encoded.score(prediction.predictions.argmax(-1)))
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Dataset:
+        rows = self.read_rows(split, options.data_dir).select(options.limit)
+        return encode_sentences(rows, self.labels, tokenizer, length)
 
-    def count_rows(self, split: str, options: FineTuneOptions) -> int:
-        return len(read_data(options.data_dir, self.name, options.limit).sentences[split])
+    def score(self, prediction: Any, encoded: Dataset) -> Scores:
+        """Return micro-averaged entity F1, precision and recall (seqeval) of logits [rows, tokens, labels]."""
+        predicted = to_tags(prediction.predictions.argmax(-1), encoded, self.labels)
+        expected = list(encoded["tags"])
+        return {name: float(metric(expected, predicted, zero_division=0)) for name, metric in METRICS.items()}
 
 
 def run_ner(options: NerOptions) -> Path:
@@ -103,18 +76,19 @@ def run_ner(options: NerOptions) -> Path:
             f"--data-dir {options.data_dir}: no folder in it has a training set. Create a folder per dataset, with "
             "train.txt, validation.txt and optionally test.txt, or with the Hub's Parquet files."
         )
-    data = {name: read_data(options.data_dir, name, options.limit) for name in names}
-    tasks = [NerTask(name, tuple(data[name].sentences), ("f1",), data[name].labels) for name in names]
+    tasks = []
+    for name in names:
+        splits = read_dataset(options.data_dir, name)
+        tags = {tag for rows in splits.values() for tags in rows.select(options.limit).labels for tag in tags}
+        tasks.append(NerTask(name, tuple(splits), ("f1",), (OUTSIDE, *sorted(tags - {OUTSIDE}))))
     tokenizer = load_tokenizer(options.model)
     if not tokenizer.is_fast:
         raise ConversionError(
             f"{tokenizer.name_or_path}: {type(tokenizer).__name__} cannot map words to tokens; add a tokenizer.json to "
             "the folder."
         )
-    grid = GRIDS[options.grid].replace(options)
     for task in tasks:
-        found = data[task.name].digests
-        run_sweep(Sweep(kind="ner", task=task, grid=grid, start=options.model, data=found, options=options))
+        run_sweep(task, GRIDS[options.grid].replace(options), options.model, options)
     return folder
 
 
@@ -131,22 +105,19 @@ def find_datasets(data_dir: Path) -> list[str]:
 
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
-def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
-    """Return a dataset (cached): at most `limit` evenly spaced sentences of every split, and hashes of whole splits.
+def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
+    """Return the splits of a dataset (cached). The rows are sentences: words, and tags as text.
 
     Raises:
         MissingInputError: The folder, its training set or its validation set is missing.
         DataError: A split has no entity type of the training set.
     """
-    data, folder, types = NerData({}, {}), data_dir / name, dict[str, set[str]]()
+    splits, folder, types = dict[str, Rows](), data_dir / name, dict[str, set[str]]()
     for split, split_names in SPLIT_NAMES.items():
-        rows = read_split(folder, split_names, _COLUMNS, tagged=True)
-        if rows is not None:
-            sentences = to_sentences(rows, f"{folder}: {split}")
-            types[split] = {tag[2:] for sentence in sentences for tag in sentence.tags if tag != OUTSIDE}
-            data.sentences[split] = list(select_evenly(sentences, limit))
-            columns = [column for column in rows.column_names if column in _COLUMNS]
-            data.digests[split] = digest_of(rows, columns)
+        table = read_split(folder, split_names, _COLUMNS, tagged=True)
+        if table is not None:
+            rows = splits[split] = to_rows(table, f"{folder}: {split}")
+            types[split] = {tag[2:] for tags in rows.labels for tag in tags if tag != OUTSIDE}
         elif split != "test":
             raise MissingInputError(
                 f"{folder} has no {split}: expected {split}.parquet, {split}-00000-of-00001.parquet, {split}.txt or a "
@@ -158,31 +129,33 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
                 f"{folder}: {split} has {_entities(found)}, and train has {_entities(types['train'])}; every "
                 "score would be 0. Write the same names in all splits."
             )
-    return data
+    return splits
 
 
 def _entities(types: set[str]) -> str:
     return f"the entity types {listed(sorted(types))}" if types else "no entities"
 
 
-def to_sentences(rows: Dataset, split: str) -> list[Sentence]:
-    """Return the sentences of a split, with tags as text. Rows without words are skipped. `split` is for messages.
+def to_rows(table: Dataset, split: str) -> Rows:
+    """Return the sentences of a split. Rows without words are skipped. `split` is for messages.
 
     The columns are `tokens` or `words`, and `ner_tags`, `tags` or `labels`. Raises DataError if a column is missing,
     there are no rows, a row has different numbers of words and tags, or a tag is invalid.
     """
     columns = [
-        next((name for name in names if name in rows.column_names), names[0]) for names in (_WORD_COLUMNS, _TAG_COLUMNS)
+        next((name for name in names if name in table.column_names), names[0])
+        for names in (_WORD_COLUMNS, _TAG_COLUMNS)
     ]
-    tag_names = getattr(getattr(rows.features.get(columns[1]), "feature", None), "names", None)
-    sentences = []
-    for number, (words, tags) in enumerate(zip(*columns_of(rows, columns, split), strict=True)):
+    tag_names = getattr(getattr(table.features.get(columns[1]), "feature", None), "names", None)
+    sentences, labels = [], []
+    for number, (words, tags) in enumerate(zip(*columns_of(table, columns, split), strict=True)):
         row = f"{split} row {number}"
         if len(words) != len(tags):
             raise DataError(f"{row} has {len(words)} words, but {len(tags)} tags; correct the row.")
         if words:
-            sentences.append(Sentence(words, [_to_tag(tag, tag_names, row) for tag in tags]))
-    return sentences
+            sentences.append(words)
+            labels.append([_to_tag(tag, tag_names, row) for tag in tags])
+    return Rows([sentences], labels, digest_of(table, [name for name in table.column_names if name in _COLUMNS]))
 
 
 def _to_tag(tag: Any, names: Sequence[str] | None, row: str) -> str:
@@ -199,40 +172,30 @@ def _to_tag(tag: Any, names: Sequence[str] | None, row: str) -> str:
 # --- tokens
 
 
-@dataclass(frozen=True)
-class EncodedSentences:
-    """Tokenized sentences, sorted by length to reduce padding."""
-
-    rows: Dataset  # columns input_ids, attention_mask, labels and word_tokens: the first token of each word, or -1
-    sentences: list[Sentence]  # by row
-    labels: Sequence[str]
-
-    def score(self, label_ids: NDArray[np.integer]) -> dict[str, float]:
-        """Return micro-averaged entity F1, precision and recall (seqeval) of predicted label ids [rows, tokens]."""
-        expected, predicted = [sentence.tags for sentence in self.sentences], self.to_tags(label_ids)
-        return {name: float(metric(expected, predicted, zero_division=0)) for name, metric in METRICS.items()}
-
-    def to_tags(self, label_ids: NDArray[np.integer]) -> list[list[str]]:
-        """Return the predicted tag of every word. Rows of label ids [rows, tokens] may have padding at their ends."""
-        return [
-            [OUTSIDE if token < 0 else self.labels[row_ids[token]] for token in tokens]
-            for row_ids, tokens in zip(label_ids, self.rows["word_tokens"], strict=True)
-        ]
+def to_tags(label_ids: NDArray[np.integer], encoded: Dataset, labels: Sequence[str]) -> list[list[str]]:
+    """Return the predicted tag of every word. Rows of label ids [rows, tokens] may have padding at their ends."""
+    return [
+        [OUTSIDE if token < 0 else labels[row_ids[token]] for token in tokens]
+        for row_ids, tokens in zip(label_ids, encoded["word_tokens"], strict=True)
+    ]
 
 
-def encode_sentences(
-    sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, length: int
-) -> EncodedSentences:
-    """Tokenize sentences, and return them sorted by number of words. Warn if words are beyond `length` tokens.
+def encode_sentences(rows: Rows, labels: Sequence[str], tokenizer: Any, length: int) -> Dataset:
+    """Tokenize sentences, sorted by number of words to reduce padding. Warn if words are beyond `length` tokens.
 
-    The position of a tag in `labels` is its label id. The tokenizer must be a fast one.
+    Args:
+        labels: Tags; the position of a tag is its label id.
+        tokenizer: A fast tokenizer.
+
+    Returns:
+        The columns input_ids, attention_mask and labels, word_tokens (the first token of each word, or -1), and tags.
     """
-    sentences = sorted(sentences, key=lambda sentence: len(sentence.words))
+    sentences = sorted(zip(*rows.texts, rows.labels, strict=True), key=lambda sentence: len(sentence[0]))
     label_ids = {label: id for id, label in enumerate(labels)}
     # Running text, because byte-level tokenizers expect a space before a word.
-    texts = [" ".join(sentence.words) for sentence in sentences]
+    texts = [" ".join(words) for words, _ in sentences]
     encoding = tokenizer(texts, truncation=True, max_length=length)
-    columns: dict[str, list[list[int]]] = {**encoding, "labels": [], "word_tokens": []}
+    columns: dict[str, list[Any]] = {**encoding, "labels": [], "word_tokens": [], "tags": []}
     beyond = 0
     for index, (words, tags) in enumerate(sentences):
         ends = accumulate((len(word) + 1 for word in words), initial=0)
@@ -245,6 +208,7 @@ def encode_sentences(
         size = len(encoding["input_ids"][index])
         columns["labels"].append([labels_by_token.get(token, _IGNORED_LABEL) for token in range(size)])
         columns["word_tokens"].append(tokens)
+        columns["tags"].append(tags)
     if beyond:
         warnings.warn(f"{beyond:,} words are beyond {length:,} tokens and are predicted as O.", stacklevel=2)
-    return EncodedSentences(Dataset.from_dict(columns), sentences, labels)
+    return Dataset.from_dict(columns)

@@ -35,17 +35,14 @@ from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation.ledger import key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import (
-    FLOAT32_ON_CPU,
     UNLIMITED_LENGTH,
-    LoadOptions,
     count_learned_positions,
     fingerprint,
     load_model,
     load_tokenizer,
     longest_input,
-    to_load_options,
 )
-from megatron_neobert.evaluation.options import PerplexityOptions
+from megatron_neobert.evaluation.options import ComputeOptions, PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.evaluation.texts import no_document, read_texts
 from megatron_neobert.huggingface.hub import find_models, model_name
@@ -115,7 +112,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
 
     Documents in the ledger are not measured again.
     """
-    scorer = Scorer(folder, to_load_options(options), max_length=options.max_length)
+    scorer = Scorer(folder, options, options.max_length)
     documents, dropped = select_documents(options, scorer.tokenizer, scorer.max_length)
     protocol = {
         "model": fingerprint(folder),
@@ -166,7 +163,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
 class Scorer:
     """A masked language model and its tokenizer. Documents are truncated at `max_length` tokens."""
 
-    def __init__(self, folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int | None = None) -> None:
+    def __init__(self, folder: Path, options: ComputeOptions, max_length: int | None = None) -> None:
         """Load the model and its tokenizer. A `max_length` of None is the longest input that both support.
 
         Raises:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -67,116 +66,95 @@ GRIDS = {
 }
 
 
-@dataclass(kw_only=True)
-class Sweep:
-    """All points of a grid with all seeds, on one task."""
-
-    kind: str  # of the record: glue, ner or classify
-    task: Task
-    grid: Grid
-    start: Path  # folder of the initial weights
-    data: Mapping[str, str]  # hash of each split
-    options: FineTuneOptions
-
-    @cached_property
-    def model(self) -> str:
-        """Fingerprint of the model when the sweep began."""
-        return fingerprint(self.options.model)
-
-    @cached_property
-    def rows(self) -> dict[str, int]:
-        """Number of rows of each split, at most --limit."""
-        return {split: self.task.count_rows(split, self.options) for split in self.task.splits}
-
-    @cached_property
-    def common_unit(self) -> dict[str, Any]:
-        """Entries that the ledger units of all runs share: task, model, initial weights, data hashes and protocol."""
-        protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
-        return {
-            "task": self.task.name,
-            "model": self.model,
-            "start": fingerprint(self.start),
-            "data": dict(self.data),
-            "protocol": protocol,
-        }
-
-
-def run_sweep(sweep: Sweep) -> None:
+def run_sweep(task: Task, grid: Grid, start: Path, options: FineTuneOptions) -> None:
     """Execute the runs that the ledger lacks, and add the task to OUTPUT/MODEL/KIND.json and .md.
 
-    Raises DataError if the initial weights have changed since the fingerprint was taken at the start.
+    `start` is the folder of the initial weights. Raises DataError if these weights change during the sweep.
     """
-    folder = sweep.options.output / model_name(sweep.options.model)
-    with open_ledger(task_folder(folder, sweep.kind, sweep.task.name), sweep.options.device) as ledger:
-        settings, result = _run_points(ledger, sweep, last_sweep(folder, sweep.kind, sweep.task.name, sweep.model))
-    with open_lock(folder / sweep.kind / "lock") as file:
+    folder, model = options.output / model_name(options.model), fingerprint(options.model)
+    splits = {split: task.read_rows(split, options.data_dir) for split in task.splits}
+    settings: dict[str, Any] = {
+        "protocol": {name: getattr(options, name) for name in _PROTOCOL} | {"patience": PATIENCE},
+        "device": options.device,
+        "grid": asdict(grid),
+        "seeds": list(options.seeds),
+        "start": str(start),
+        "data_dir": str(options.data_dir),
+        "data": {split: rows.digest for split, rows in splits.items()},
+        "rows": {split: len(rows.select(options.limit).labels) for split, rows in splits.items()},
+    }
+    unit = {
+        "task": task.name,
+        "model": model,
+        "start": fingerprint(start),
+        "data": settings["data"],
+        "protocol": settings["protocol"],
+    }
+    with open_ledger(task_folder(folder, task.kind, task.name), options.device) as ledger:
+        earlier = last_sweep(folder, task.kind, task.name, model)
+        kept = Path(earlier["kept"]).parent.name if earlier and earlier["kept"] else None
+        units = {point: {**unit, "point": asdict(point)} for point in grid.points(options.seeds)}
+        keys = {point: key_of(unit) for point, unit in units.items()}
+        _run_missing(ledger, task, start, options, units, kept, settings["rows"])
+        # The same command with a narrower grid may find weights of a point outside of it, and no others.
+        candidates = list(keys.values())
+        if kept in ledger.lines and unit.items() <= ledger.lines[kept]["unit"].items():
+            candidates.append(kept)
+        best = _best_key(ledger, candidates)
+        result = {
+            **summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
+            "kept": best and str(ledger.path.parent / RUNS / best / WEIGHTS),
+            "origin": origin_of(ledger.lines[key] for key in keys.values()),
+        }
+    with open_lock(folder / task.kind / "lock") as file:
         lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
-        record = _read_record(folder, sweep.kind, sweep.model)
-        results = dict(sorted({**(record.results["tasks"] if record else {}), sweep.task.name: result}.items()))
-        path = folder / f"{sweep.kind}.json"
+        record = _read_record(folder, task.kind, model)
+        results = dict(sorted({**(record.results["tasks"] if record else {}), task.name: result}.items()))
+        path = folder / f"{task.kind}.json"
         write_record(
             path,
-            folder=sweep.options.model,
-            fingerprint=sweep.model,
-            settings={**(record.settings if record else {}), sweep.task.name: settings},
+            folder=options.model,
+            fingerprint=model,
+            settings={**(record.settings if record else {}), task.name: settings},
             results={"tasks": results},
             origin=origin_of(results.values()),
         )
-        write_page(sweep.kind, [path], folder)
+        write_page(task.kind, [path], folder)
 
 
-def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[dict[str, Any], Result]:
-    """Execute the runs that the ledger lacks, and print progress on stderr. Return settings and result of the sweep.
+def _run_missing(
+    ledger: Ledger,
+    task: Task,
+    start: Path,
+    options: FineTuneOptions,
+    units: Mapping[Point, Mapping[str, Any]],
+    kept: str | None,
+    rows: Mapping[str, int],
+) -> None:
+    """Execute the runs that the ledger lacks, and print progress on stderr.
 
-    Only the best run so far keeps its weights; the weights of other runs are deleted. The best run of `earlier`, the
-    last finished sweep, also keeps its weights, and stays the best if no run of this sweep is better.
+    Only the best run so far keeps its weights, and the run with the key `kept`, the best of the last finished sweep.
     """
-    folder = ledger.path.parent
-    units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
-    keys = {point: key_of(unit) for point, unit in units.items()}
+    folder, keys = ledger.path.parent / RUNS, {point: key_of(unit) for point, unit in units.items()}
     missing = [point for point, key in keys.items() if key not in ledger.lines]
-    finished, kept = len(units) - len(missing), None
-    common: dict[str, Any] = {"task": sweep.task, "start": sweep.start, "options": sweep.options, "count": len(units)}
+    finished = len(units) - len(missing)
     runs = [
-        Run(point=point, folder=folder / RUNS / keys[point], number=number, **common)
+        Run(task, point, start, folder / keys[point], options, number=number, count=len(units))
         for number, point in enumerate(missing, start=finished + 1)
     ]
-    if earlier and earlier["kept"]:
-        kept = Path(earlier["kept"]).parent.name
-    name = visible(sweep.task.name)  # of a file or folder of the user
-    steps = sum(sweep.options.epochs * -(-sweep.rows["train"] // point.batch_size) for point in missing)
-    rows = ", ".join(f"{split} {count:,}" for split, count in sweep.rows.items())
+    name = visible(task.name)  # of a file or folder of the user
+    steps = sum(options.epochs * -(-rows["train"] // point.batch_size) for point in missing)
+    counts = ", ".join(f"{split} {count:,}" for split, count in rows.items())
     position = f"{name} {finished}/{len(units)} runs"
-    print(f"{position} | rows: {rows} | at most {steps:,} steps", file=sys.stderr, flush=True)
-    for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
-        if fingerprint(run.start) != sweep.common_unit["start"]:
-            raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
+    print(f"{position} | rows: {counts} | at most {steps:,} steps", file=sys.stderr, flush=True)
+    for count, (run, outcome) in enumerate(run_all(runs, jobs=options.jobs), start=finished + 1):
+        if fingerprint(start) != units[run.point]["start"]:
+            raise DataError(f"{start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
         for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
             with suppress(OSError):
-                delete_folder(folder / RUNS / key)
+                delete_folder(folder / key)
         show_progress(f"{name} {count}/{len(units)}", run, outcome)
-    # The same command with a narrower grid may find weights of a point outside of it, and no others.
-    candidates = list(keys.values())
-    if kept in ledger.lines and sweep.common_unit.items() <= ledger.lines[kept]["unit"].items():
-        candidates.append(kept)
-    best = _best_key(ledger, candidates)
-    result = {
-        **summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
-        "kept": best and str(folder / RUNS / best / WEIGHTS),
-        "origin": origin_of(ledger.lines[key] for key in keys.values()),
-    }
-    settings = {
-        "protocol": sweep.common_unit["protocol"],
-        "device": sweep.options.device,
-        "grid": asdict(sweep.grid),
-        "seeds": list(sweep.options.seeds),
-        "start": str(sweep.start),
-        "data_dir": str(sweep.options.data_dir),
-        "data": sweep.common_unit["data"],
-        "rows": sweep.rows,
-    }
-    return settings, result
 
 
 def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:

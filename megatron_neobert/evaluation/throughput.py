@@ -18,12 +18,7 @@ import torch
 
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.ledger import Line, key_of, open_ledger, origin_of, write_record
-from megatron_neobert.evaluation.models import (
-    count_learned_positions,
-    fingerprint,
-    load_model,
-    to_load_options,
-)
+from megatron_neobert.evaluation.models import count_learned_positions, fingerprint, load_model
 from megatron_neobert.evaluation.options import ThroughputOptions
 from megatron_neobert.evaluation.report import speed_cell, write_page
 from megatron_neobert.huggingface.hub import find_models
@@ -47,7 +42,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions) -> Path:
     skipped. Lengths beyond learned positions are skipped, and on a CPU batches of more tokens than both CPU_MAX_TOKENS
     and the longest length. Raises ConfigError if no length remains or flash attention is used with float32.
     """
-    model = load_model(folder, "AutoModel", to_load_options(options))
+    model = load_model(folder, "AutoModel", options)
     device = model.device
     attention = str(model.config._attn_implementation)
     if "flash" in attention and options.dtype == "float32":

@@ -25,7 +25,7 @@ from megatron_neobert.evaluation.classify import ClassifyTask, run_classify
 from megatron_neobert.evaluation.classify_data import find_datasets, read_dataset
 from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.ledger import open_ledger, read_record
-from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
+from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import ClassifyOptions
 
 ANIMAL, THING = "animal", "thing"
@@ -121,9 +121,10 @@ def test_split_without_a_class_of_the_training_set_is_refused(tmp_path):
 def test_macro_f1_is_the_mean_over_all_classes_of_the_head():
     task, labels = ClassifyTask("mine", ("train", "validation"), ("accuracy",), ("a", "b", "c", "d")), np.array([0, 1])
     logits = np.eye(4)[[0, 1]]
-    assert task.score(logits, labels) == {"accuracy": 1.0, "macro_f1": 0.5}
+    prediction = transformers.EvalPrediction(logits, labels)
+    assert task.score(prediction, None) == {"accuracy": 1.0, "macro_f1": 0.5}
     logits[1] = np.nan
-    assert task.score(logits, labels)["macro_f1"] == 0.25, "an output that is not a number adds no class"
+    assert task.score(prediction, None)["macro_f1"] == 0.25, "an output that is not a number adds no class"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_head_reads_the_mean_of_the_tokens_and_a_saved_folder_keeps_it(tmp_path,
     folder = write_model(tmp_path / "model", kind)
     edit_json(folder / "config.json", classifier_pooling=first_token)
     task = ClassifyTask("cats", ("train", "validation"), ("accuracy",), (ANIMAL, THING))
-    model = task.load(folder, LoadOptions())
+    model = task.load(folder)
     text = load_tokenizer(folder)(["the cat sat on a mat", "the"], padding=True, return_tensors="pt")
     alone = {name: values[1:, :3] for name, values in text.items()}  # the second text without its padding
     logits = model(**text).logits
@@ -195,7 +196,7 @@ def test_head_reads_the_mean_of_the_tokens_and_a_saved_folder_keeps_it(tmp_path,
     def keep_first_token(module, inputs, outputs):
         outputs.last_hidden_state[:, 1:] = 0
 
-    glue = TASKS["rte"].load(folder, LoadOptions())  # the control: its head reads the first token
+    glue = TASKS["rte"].load(folder)  # the control: its head reads the first token
     for each, is_equal in ((model, False), (saved, False), (glue, True)):
         expected = each(**text).logits
         each.base_model.register_forward_hook(keep_first_token)
@@ -212,7 +213,7 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     folder = run_classify(options)
     result = read_record(folder / "classify.json")["results"]["tasks"][name]
     task = ClassifyTask(name, ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
-    model, tokenizer = task.load(Path(result["kept"]), LoadOptions()), load_tokenizer(Path(result["kept"]))
+    model, tokenizer = task.load(Path(result["kept"])), load_tokenizer(Path(result["kept"]))
     assert model.config.id2label == {0: ANIMAL, 1: THING}
     test = read_dataset(options.data_dir, name)["test"]
     predicted = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test.texts[0]]

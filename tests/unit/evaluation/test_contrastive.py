@@ -29,9 +29,8 @@ from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_con
 from megatron_neobert.evaluation.embed_batches import PairCollator
 from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings
 from megatron_neobert.evaluation.ledger import read_record
-from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
+from megatron_neobert.evaluation.models import check_modules, fingerprint, load_sentence_transformer, load_tokenizer
 from megatron_neobert.evaluation.options import EmbedderOptions
-from megatron_neobert.evaluation.sentence_modules import check_modules
 
 PAIRS = make_pairs(6, negatives=3, seed=9)
 

@@ -16,20 +16,21 @@ from unit.evaluation.glue_inputs import one_point
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConversionError, DataError
+from megatron_neobert.evaluation.data import Rows
 from megatron_neobert.evaluation.ledger import open_ledger, read_record
-from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
-from megatron_neobert.evaluation.ner import NerTask, Sentence, encode_sentences, find_datasets, read_data, run_ner
+from megatron_neobert.evaluation.models import load_tokenizer
+from megatron_neobert.evaluation.ner import NerTask, encode_sentences, find_datasets, read_dataset, run_ner, to_tags
 from megatron_neobert.evaluation.options import NerOptions
 
 TAGS = ("O", "B-ANIMAL", "I-ANIMAL", "B-THING")
 SENTENCES = [
-    Sentence(["the", "cat", "mat", "sat"], ["O", "B-ANIMAL", "I-ANIMAL", "O"]),
-    Sentence(["a", "mat"], ["O", "B-THING"]),
+    (["the", "cat", "mat", "sat"], ["O", "B-ANIMAL", "I-ANIMAL", "O"]),
+    (["a", "mat"], ["O", "B-THING"]),
 ]
 SPLITS = {"train": SENTENCES, "dev": SENTENCES}
 
 
-def draw(count: int, seed: int) -> list[Sentence]:
+def draw(count: int, seed: int) -> list[tuple[list[str], list[str]]]:
     """Return sentences that a small model learns: a cat is an animal, a mat after it belongs to it or is a thing."""
     rng, sentences = random.Random(seed), []
     for _ in range(count):
@@ -38,7 +39,7 @@ def draw(count: int, seed: int) -> list[Sentence]:
             {"cat": "B-ANIMAL", "mat": "I-ANIMAL" if before == "cat" else "B-THING"}.get(word, "O")
             for before, word in zip(["", *words], words, strict=False)
         ]
-        sentences.append(Sentence(words, tags))
+        sentences.append((words, tags))
     return sentences
 
 
@@ -79,7 +80,10 @@ FORMATS = {
 @pytest.mark.parametrize("format_", FORMATS)
 def test_every_format_gives_the_same_sentences(tmp_path, format_):
     FORMATS[format_](tmp_path / "set" / "en")
-    assert read_data(tmp_path, "set/en").sentences == {"train": SENTENCES, "validation": SENTENCES}
+    splits = read_dataset(tmp_path, "set/en")
+    words, tags = map(list, zip(*SENTENCES, strict=True))
+    assert list(splits) == ["train", "validation"]
+    assert all((rows.texts, rows.labels) == ([words], tags) for rows in splits.values())
     assert find_datasets(tmp_path) == ["set/en"]
 
 
@@ -99,7 +103,7 @@ def test_data_with_missing_columns_or_invalid_tags_is_refused_with_its_position(
     else:
         pyarrow.parquet.write_table(pa.table(content), tmp_path / "set" / "train.parquet")
     with pytest.raises(DataError, match=message):
-        read_data(tmp_path, "set")
+        read_dataset(tmp_path, "set")
 
 
 @pytest.mark.parametrize(
@@ -110,12 +114,12 @@ def test_data_with_missing_columns_or_invalid_tags_is_refused_with_its_position(
     ],
 )
 def test_split_without_an_entity_type_of_the_training_set_is_refused(tmp_path, tags, message):
-    write_text(tmp_path / "set", {"train": SENTENCES, "dev": [Sentence(["the", "cat"], tags)]})
+    write_text(tmp_path / "set", {"train": SENTENCES, "dev": [(["the", "cat"], tags)]})
     with pytest.raises(DataError, match=message):
-        read_data(tmp_path, "set")
-    write_text(tmp_path / "set", {"train": [Sentence(["a"], ["O"])]})
+        read_dataset(tmp_path, "set")
+    write_text(tmp_path / "set", {"train": [(["a"], ["O"])]})
     with pytest.raises(DataError, match="train has no entities"):
-        read_data(tmp_path, "set")
+        read_dataset(tmp_path, "set")
 
 
 @pytest.fixture(scope="module")
@@ -149,25 +153,25 @@ def byte_level_tokenizer():
     ],
 )
 def test_first_token_of_a_word_has_its_tag_and_a_word_without_a_token_is_o(inputs, kind, first_tokens):
-    sentence = Sentence(["the", "\u200b", "catcat", "\u200bmat"], ["O", "B-THING", "B-ANIMAL", "I-ANIMAL"])
+    words, tags = ["the", "\u200b", "catcat", "\u200bmat"], ["O", "B-THING", "B-ANIMAL", "I-ANIMAL"]
     tokenizer = load_tokenizer(inputs / "model") if kind == "WordPiece" else byte_level_tokenizer()
-    encoded = encode_sentences([sentence], TAGS, tokenizer, 40)
-    (row,) = encoded.rows
+    encoded = encode_sentences(Rows([[words]], [tags], ""), TAGS, tokenizer, 40)
+    (row,) = encoded
     word_of = {token: word for word, token in enumerate(row["word_tokens"]) if token >= 0}
     assert [(tokenizer.decode([row["input_ids"][token]]), word) for token, word in word_of.items()] == first_tokens
-    labels = [
-        TAGS.index(sentence.tags[word_of[token]]) if token in word_of else -100 for token in range(len(row["labels"]))
-    ]
+    labels = [TAGS.index(tags[word_of[token]]) if token in word_of else -100 for token in range(len(row["labels"]))]
     assert row["labels"] == labels and -100 in labels
     predicted = np.maximum([labels], 0)
-    tags = [tag if word in word_of.values() else "O" for word, tag in enumerate(sentence.tags)]
-    assert encoded.to_tags(predicted) == [tags]
+    expected = [tag if word in word_of.values() else "O" for word, tag in enumerate(tags)]
+    assert to_tags(predicted, encoded, TAGS) == [expected]
 
 
 def test_words_beyond_the_longest_input_are_predicted_as_o_with_a_warning(inputs):
     with pytest.warns(UserWarning, match="2 words are beyond 4 tokens"):
-        encoded = encode_sentences(SENTENCES[:1], TAGS, load_tokenizer(inputs / "model"), 4)
-    assert encoded.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
+        words, tags = SENTENCES[0]
+        encoded = encode_sentences(Rows([[words]], [tags], ""), TAGS, load_tokenizer(inputs / "model"), 4)
+    predicted = np.full((1, 4), TAGS.index("B-THING"))
+    assert to_tags(predicted, encoded, TAGS) == [["B-THING", "B-THING", "O", "O"]]
 
 
 def test_slow_tokenizer_is_refused_before_the_first_run(inputs, monkeypatch):
@@ -183,14 +187,12 @@ def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs
     results = read_record(folder / "ner.json")["results"]["tasks"]
     weights, labels = Path(results["animals"]["kept"]), ("O", *sorted(TAGS[1:]))
     task = NerTask("animals", ("train", "validation", "test"), ("f1",), labels)
-    model, tokenizer = task.load(weights, LoadOptions()), load_tokenizer(weights)
+    model, tokenizer = task.load(weights), load_tokenizer(weights)
     for split, prefix in (("test", "test_"), ("validation", "")):
-        encoded = encode_sentences(
-            read_data(inputs / "data", "animals").sentences[split], labels, tokenizer, options.max_length
-        )
+        encoded = task.encode(split, options, tokenizer, options.max_length)
         with torch.no_grad():
-            predicted = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1) for row in encoded.rows]
-        expected = f1_score([sentence.tags for sentence in encoded.sentences], encoded.to_tags(predicted))
+            predicted = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1) for row in encoded]
+        expected = f1_score(list(encoded["tags"]), to_tags(predicted, encoded, labels))
         assert results["animals"]["metrics"][f"{prefix}f1"]["mean"] == expected > 0.5
     assert "test_f1" not in results["untested"]["metrics"]
     assert "| animals |" in (folder / "ner.md").read_text()

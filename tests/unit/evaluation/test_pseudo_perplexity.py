@@ -25,7 +25,7 @@ from unit.evaluation.pseudo_perplexity_models import (
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation import pseudo_perplexity
 from megatron_neobert.evaluation.ledger import open_ledger
-from megatron_neobert.evaluation.models import load_tokenizer
+from megatron_neobert.evaluation.models import FLOAT32_ON_CPU, load_tokenizer
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.pseudo_perplexity import (
     DocumentResult,
@@ -244,7 +244,7 @@ NEAR_NATS = 1e-4  # nats; measured: up to 4e-6
 
 @pytest.fixture
 def scorer(tmp_path):
-    return Scorer(write_model(tmp_path / "model", "Bert"))
+    return Scorer(write_model(tmp_path / "model", "Bert"), FLOAT32_ON_CPU)
 
 
 def mask_each_token(scorer, text):
@@ -255,7 +255,7 @@ def mask_each_token(scorer, text):
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_losses_of_a_batch_equal_a_plain_forward_pass_per_token(kind, tmp_path):
     folder = write_model(tmp_path / kind, kind)
-    scorer = Scorer(folder)
+    scorer = Scorer(folder, FLOAT32_ON_CPU)
     losses = [loss for text in SENTENCES for loss in mask_each_token(scorer, text)]
     assert losses == pytest.approx([loss for text in SENTENCES for loss in plain_losses(folder, text)], abs=NEAR_NATS)
 
@@ -273,8 +273,8 @@ def test_losses_without_the_mask_or_with_the_special_tokens_differ(scorer):
 def test_longest_input_of_learned_positions_is_scored_and_a_longer_one_is_refused(kind, tmp_path):
     folder = write_model(tmp_path / "model", kind)
     with pytest.raises(ConfigError, match=f"--max-length {LONGEST + 1}: .* has {LONGEST} learned positions"):
-        Scorer(folder, max_length=LONGEST + 1)
-    scorer = Scorer(folder)
+        Scorer(folder, FLOAT32_ON_CPU, LONGEST + 1)
+    scorer = Scorer(folder, FLOAT32_ON_CPU)
     assert scorer.max_length == LONGEST
     longest = torch.full((LONGEST,), 5, dtype=torch.int32)
     assert math.isfinite(scorer.score(longest, [LONGEST - 1])[0])
@@ -285,7 +285,7 @@ def test_tokenizer_without_a_mask_token_is_refused(tmp_path):
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         edit_json(folder / name, mask_token=...)
     with pytest.raises(ConversionError, match="its tokenizer has no mask token"):
-        Scorer(folder)
+        Scorer(folder, FLOAT32_ON_CPU)
 
 
 def test_loss_that_is_not_finite_is_refused(scorer):
