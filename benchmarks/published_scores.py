@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, b
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import DataError, MissingInputError, run_command
 from megatron_neobert.huggingface.hub import go_offline, model_name
+from megatron_neobert.text import parse_json
 
 TASK = "Banking77Classification"
 # Accuracy in percent, the mean of mteb's ten draws of training texts: 0.80042 in the repository embeddings-benchmark/
@@ -35,7 +36,6 @@ def main() -> int:
     go_offline()
     write_task(arguments.data, arguments.output / "mteb_data")
 
-    from megatron_neobert.evaluation.ledger import read_record
     from megatron_neobert.evaluation.mteb import run_mteb
     from megatron_neobert.evaluation.options import MtebOptions
 
@@ -48,7 +48,7 @@ def main() -> int:
             device=arguments.device,
         )
     )
-    record = read_record(arguments.output / model_name(model) / "mteb.json")
+    record = parse_json((arguments.output / model_name(model) / "mteb.json").read_text(encoding="utf-8"))
     score = record["results"]["tasks"][TASK]["score"]
     print(f"{TASK}: published {PUBLISHED}, measured {score:.2f}")
     return int(abs(score - PUBLISHED) > TOLERANCE)
@@ -68,7 +68,7 @@ def write_task(source: Path, data_dir: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from megatron_neobert.evaluation.mteb_tasks import folder_of
+    from megatron_neobert.evaluation.mteb import folder_of
 
     splits = {}
     for split in ("train", "test"):

@@ -13,8 +13,12 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Replace values of the JSON object in a file; `...` removes a key."""
-    content = json.loads(path.read_text(encoding="utf-8")) | changes
+    content = read_json(path) | changes
     kept = {key: value for key, value in content.items() if value is not ...}
     path.write_text(json.dumps(kept), encoding="utf-8")

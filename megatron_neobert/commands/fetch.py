@@ -25,7 +25,7 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
     Write OUTPUT/NAME/REVISION, unless it exists, and print a line for each task. REVISION is that of the installed
     mteb.
     """
-    from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, store_task
+    from megatron_neobert.evaluation.mteb import choose_tasks, flatten, folder_of, store_task
 
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"

@@ -33,11 +33,13 @@ from sentence_transformers.sentence_transformer.losses import (
 from megatron_neobert.config.cli import find_config
 from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation.data import digest_of, read_yaml
-from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatchSampler, SamplingPlan
 from megatron_neobert.evaluation.embed_data import (
     VALIDATION,
     ContrastiveConfig,
     DatasetSettings,
+    PairCollator,
+    PlannedBatchSampler,
+    SamplingPlan,
     TrainingSettings,
     find_pairs,
     load_pairs,

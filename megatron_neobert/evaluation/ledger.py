@@ -29,7 +29,7 @@ import megatron_neobert
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.evaluation.models import choose_device
 from megatron_neobert.huggingface.hub import model_name
-from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 from megatron_neobert.runtime.own_files import open_lock, open_own
 from megatron_neobert.text import parse_json
 
@@ -163,15 +163,6 @@ def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
             versions.setdefault(package, {})[version] = None
     joined = {package: ", ".join(distinct) for package, distinct in versions.items()}
     return {"machine": "; ".join(machines), "versions": joined}
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Return the JSON value in a record file. Its structure is not checked.
-
-    Raises OSError if the file cannot be opened, and ValueError if it is not a regular file, not UTF-8 or not JSON.
-    """
-    content: dict[str, Any] = parse_json(read_text(path))
-    return content
 
 
 def describe_process(device: torch.device | str | None) -> dict[str, Any]:

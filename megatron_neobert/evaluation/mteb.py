@@ -4,6 +4,11 @@ OUTPUT/NAME/mteb is a cache of mteb. A result is found there by the revision of 
 everything that the score depends on: files of the model and of the task's data, splits, settings and mteb's version.
 OUTPUT/NAME/mteb.json and .md have the scores of the last command.
 
+The data of a task is the repository of its data set at the revision of the installed mteb, in DATA_DIR/NAME/REVISION.
+mteb loads this folder in place of the Hub. The folder appears whole or not at all. The cache of `datasets` is no
+substitute: without network it returns the newest cached revision, and mteb's retrieval tasks ask the Hub for configs
+and splits.
+
 Texts are pooled as the folder's modules.json says; without this file, by the mean of the token states. The folder's
 prompts `query` and `document` are used, unless a file of instructions gives all models the same. Scores depend on the
 batch size, because sentence-transformers sorts the texts by length and pads each batch, but not on the order of the
@@ -17,24 +22,27 @@ A YAML file has instructions for task types under `types` and for single tasks u
   the paper's scores used this style.
 """
 
+import copy
+import hashlib
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
 import mteb
 from mteb.abstasks.abstask import AbsTask
+from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 from mteb.results import TaskResult
 
 from megatron_neobert.config.cli import find_config
-from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.evaluation.data import read_yaml
+from megatron_neobert.errors import ConfigError, MissingInputError, suggestion
+from megatron_neobert.evaluation.data import read_yaml, reading
 from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record
 from megatron_neobert.evaluation.models import (
     choose_device,
@@ -42,12 +50,12 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_tasks import choose_tasks, digest_of_files, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
+from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
-from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.runtime.own_files import open_own
+from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk, temporary_path
+from megatron_neobert.runtime.own_files import RECORD, create_folder, open_own
 
 _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change scores
 
@@ -86,9 +94,8 @@ def run_mteb(options: MtebOptions) -> None:
             f"revisions of mteb {mteb.__version__}; run neobert fetch mteb --output DIR with the same tasks and mteb "
             "on a machine with network and copy DIR here, or use --skip-missing."
         )
-    build, cache = partial(build_encoder, options, prompts), folder / "mteb"
-    with lock_results(cache):
-        scores = measure_tasks(subtasks, revisions, cache, options, build)
+    with lock_results(folder / "mteb"):
+        scores = measure_tasks(subtasks, revisions, folder / "mteb", options, prompts)
         languages = list(options.languages) if options.tasks else None
         settings = {**protocol, "tasks": list(options.tasks) or options.benchmark, "languages": languages}
         record, origin = folder / "mteb.json", describe_process(device)
@@ -105,12 +112,16 @@ def describe_task(task: AbsTask, data_dir: Path) -> dict[str, Any] | None:
     folder = folder_of(data_dir, task)
     if not folder.is_dir():
         return None
+    with reading(folder):
+        # Not the folder .cache, in which huggingface_hub notes times of downloads.
+        names = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+        lines = [f"{name} {sha256_of(names[name])}\n" for name in sorted(names) if name.parts[0] != ".cache"]
     # Splits and subsets, because mteb's mean is over all that a stored result has.
     return {
         "task": task.metadata.name,
         "splits": list(task.eval_splits),
         "subsets": list(task.hf_subsets),
-        "data": digest_of_files(folder),
+        "data": hashlib.sha256("".join(lines).encode()).hexdigest()[:16],
         "mteb": mteb.__version__,
     }
 
@@ -120,16 +131,15 @@ def measure_tasks(
     revisions: Mapping[str, str],
     folder: Path,
     options: MtebOptions,
-    build: Callable[[], Any],
+    prompts: dict[str, str],
 ) -> dict[str, float]:
     """Return the main score of each task with a revision, as a fraction of 1, and print a line for each task.
 
-    Scores in the cache `folder` are read, not measured again.
+    Scores in the cache `folder` are read, not measured again. The encoder is built before the first measurement.
 
     Args:
         tasks: Tasks without aggregates, by name.
         revisions: Revision of the model for each task that has data.
-        build: Builds the encoder. It is called at most once, before the first evaluation; its errors pass through.
     """
     cache, encoder, scores = mteb.ResultCache(folder), None, dict[str, float]()
     for number, (name, task) in enumerate(tasks.items(), start=1):
@@ -140,10 +150,14 @@ def measure_tasks(
         identity = {"name": f"local/{model_name(options.model)}", "revision": revisions[name]}
         meta, note = ModelMeta.create_empty(overwrites=identity), "kept"
         path = Path(cache.get_task_result_path(name, meta))
-        result = _read_result(path)
+        result = None
+        if os.path.lexists(path):
+            with suppress(ValueError), open_own(path) as stream:
+                stream.seek(0)
+                result = TaskResult.model_validate_json(stream.read())
         if result is None or result.get_missing_evaluations(task):
             load_task(options.data_dir, task)
-            encoder = encoder or build()
+            encoder = encoder or build_encoder(options, prompts)
             encoder.mteb_model_meta = meta
             encode_kwargs: Any = {
                 "batch_size": options.batch_size,
@@ -167,16 +181,6 @@ def measure_tasks(
         scores[name] = float(result.get_score())
         print(f"{label}: {100 * scores[name]:.2f} ({note})", flush=True)
     return scores
-
-
-def _read_result(path: Path) -> TaskResult | None:
-    """Return a stored result, or None if the file is missing or damaged."""
-    if not os.path.lexists(path):
-        return None
-    with suppress(ValueError), open_own(path) as stream:
-        stream.seek(0)
-        return TaskResult.model_validate_json(stream.read())
-    return None
 
 
 # --- the encoder
@@ -251,3 +255,92 @@ def to_score(task: AbsTask, scores: Mapping[str, float]) -> dict[str, Any]:
     else:
         score = 100 * math.fsum(scores[name] for name in subtasks) / len(subtasks)
     return {"type": task.metadata.type, "metric": task.metadata.main_score, "score": score, "missing": missing}
+
+
+# --- tasks
+
+
+def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str]) -> list[AbsTask]:
+    """Return copies of the tasks with these names. Without names, return all tasks of the benchmark.
+
+    If English is the only language, a named task has the settings of the English MTEB benchmark that contains it.
+    MSMARCO, for example, uses its dev split.
+
+    Args:
+        names: Names of mteb's tasks.
+        languages: ISO 639-3 codes. Subsets of a named task in other languages are excluded.
+
+    Raises:
+        ConfigError: mteb has no such benchmark, task or language, or a name is repeated, or names are given together
+            with a benchmark that is not the default, or languages without names.
+    """
+    if names and benchmark != MTEB_PAPER:
+        raise ConfigError(f"--benchmark {benchmark} and --tasks {' '.join(names)} exclude each other; remove one.")
+    if not names and list(languages) not in ([], ["eng"]):
+        raise ConfigError(f"--languages {' '.join(languages)} has no effect without --tasks; name tasks, or remove it.")
+    # Tasks are copied, because mteb returns the same objects to every caller.
+    if not names:
+        try:
+            return copy.deepcopy(list(mteb.get_benchmark(benchmark).tasks))
+        except KeyError:
+            known = [known_benchmark.name for known_benchmark in mteb.get_benchmarks()]
+            raise ConfigError(
+                f"--benchmark {benchmark}: mteb has no such benchmark{suggestion(benchmark, known, otherwise='.')}"
+            ) from None
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--tasks {' '.join(names)} names a task twice; name each once.")
+    english: dict[str, AbsTask] = {}
+    if list(languages) == ["eng"]:
+        english = {task.metadata.name: task for name in MTEB_BENCHMARKS for task in mteb.get_benchmark(name).tasks}
+    return [copy.deepcopy(english[name]) if name in english else _get_task(name, languages) for name in names]
+
+
+def flatten(tasks: Iterable[AbsTask]) -> list[AbsTask]:
+    """Return the tasks with aggregates replaced by their subtasks: CQADupstackRetrieval by its twelve forums."""
+    return [subtask for task in tasks for subtask in (task.tasks if isinstance(task, AbsTaskAggregate) else [task])]
+
+
+def _get_task(name: str, languages: Sequence[str]) -> AbsTask:
+    try:
+        # Copied, because the subtasks of an aggregate belong to its class.
+        task = copy.deepcopy(mteb.get_task(name, languages=list(languages)))
+    except KeyError:
+        known = [task.metadata.name for task in mteb.get_tasks()]
+        raise ConfigError(
+            f"--tasks {name}: mteb {mteb.__version__} has no such task{suggestion(name, known, otherwise='.')}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--languages {' '.join(languages)}: {error}") from None
+    if not task.hf_subsets:
+        raise ConfigError(f"--tasks {name} has no texts in --languages {' '.join(languages)}; name other languages.")
+    return task
+
+
+# --- stored data
+
+
+def folder_of(data_dir: Path, task: AbsTask) -> Path:
+    """Return the folder of a task's data at the revision that the installed mteb uses."""
+    return data_dir / task.metadata.name / str(task.metadata.revision)
+
+
+def store_task(data_dir: Path, task: AbsTask) -> None:
+    """Download the repository of a task's data set to `folder_of(data_dir, task)`, which must not exist."""
+    target = folder_of(data_dir, task)
+    temporary = temporary_path(target)
+    create_folder(temporary)
+    huggingface_hub.snapshot_download(
+        task.metadata.dataset["path"], repo_type="dataset", revision=task.metadata.revision, local_dir=temporary
+    )
+    (temporary / RECORD).unlink()
+    temporary.rename(target)
+    sync_to_disk(target.parent)
+
+
+def load_task(data_dir: Path, task: AbsTask) -> None:
+    """Let mteb load a task from its folder. `task.unload_data` restores the task."""
+    folder = folder_of(data_dir, task)
+    with reading(folder):
+        dataset = {**task.metadata.dataset, "path": str(folder)}
+        task.metadata = task.metadata.model_copy(update={"dataset": dataset})
+        task.load_data()

@@ -187,14 +187,25 @@ class Scorer:
         if self.max_length >= UNLIMITED_LENGTH:
             raise ConfigError(f"{folder}: model and tokenizer set no maximum length; give --max-length.")
 
+    @torch.inference_mode()
     def score(self, ids_s: Tensor, positions: Sequence[int]) -> list[float]:
         """Mask each position of a document alone, all in one batch, and return the losses: -log p, in nats.
 
         Raises DivergenceError if a loss is not finite, and ConfigError if the batch does not fit into GPU memory.
         """
-        targets_b = ids_s[list(positions)].long()
+        rows_b, positions_b = torch.arange(len(positions)), torch.tensor(positions)
+        ids_bs = ids_s.long().repeat(len(positions), 1)
+        targets_b = ids_bs[rows_b, positions_b]
+        ids_bs[rows_b, positions_b] = self.tokenizer.mask_token_id
+
+        def keep_masked_positions(module: nn.Module, arguments: Any, output: Any) -> None:
+            output.last_hidden_state = output.last_hidden_state[rows_b, positions_b][:, None]
+
         try:
-            logits_bv = self._logits(ids_s, positions).float()
+            ids_bs = ids_bs.to(self.model.device)
+            # The head computes every position separately, so it only gets the masked ones: [b, 1, h].
+            with self.model.base_model.register_forward_hook(keep_masked_positions):
+                logits_bv = self.model(input_ids=ids_bs, attention_mask=torch.ones_like(ids_bs)).logits[:, 0].float()
             losses_b = nn.functional.cross_entropy(logits_bv, targets_b.to(logits_bv.device), reduction="none")
         except torch.OutOfMemoryError as error:
             tokens = len(positions) * len(ids_s)
@@ -209,22 +220,6 @@ class Scorer:
             )
         losses: list[float] = losses_b.tolist()
         return losses
-
-    @torch.inference_mode()
-    def _logits(self, ids_s: Tensor, positions: Sequence[int]) -> Tensor:
-        """Mask one position in each row, and return the logits there: [b, v], on the model's device."""
-        rows_b, positions_b = torch.arange(len(positions)), torch.tensor(positions)
-        ids_bs = ids_s.long().repeat(len(positions), 1)
-        ids_bs[rows_b, positions_b] = self.tokenizer.mask_token_id
-        ids_bs = ids_bs.to(self.model.device)
-
-        def keep_masked_positions(module: nn.Module, arguments: Any, output: Any) -> None:
-            output.last_hidden_state = output.last_hidden_state[rows_b, positions_b][:, None]
-
-        # The head computes every position separately, so it only gets the masked ones: [b, 1, h].
-        with self.model.base_model.register_forward_hook(keep_masked_positions):
-            logits: Tensor = self.model(input_ids=ids_bs, attention_mask=torch.ones_like(ids_bs)).logits
-        return logits[:, 0]
 
 
 def measure_document(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
@@ -306,7 +301,7 @@ def select_documents(
     Return the documents, truncated to `max_length` tokens, and the number of dropped records by reason, such as
     repeated. Raises DataError if no document remains.
     """
-    documents, dropped, seen = list[Document](), Counter[str](), set[str]()
+    documents, dropped, seen, count = list[Document](), Counter[str](), set[str](), options.positions_per_doc
     for texts in read_texts(options, dropped):
         encoded = tokenizer(
             texts,
@@ -324,28 +319,13 @@ def select_documents(
             elif len(ids) < options.min_length or not scorable:
                 dropped["shorter than --min-length"] += 1
             else:
-                documents.append(
-                    Document(
-                        id=id_,
-                        ids_s=torch.tensor(ids, dtype=torch.int32),
-                        positions=draw_positions(id_, scorable, options.positions_per_doc, seed=options.seed),
-                        scorable=len(scorable),
-                        truncated=len(ids) == max_length,
-                    )
-                )
+                ids_s, is_cut, positions = torch.tensor(ids, dtype=torch.int32), len(ids) == max_length, scorable
+                if count is not None and count < len(scorable):
+                    positions = sorted(random.Random(f"{options.seed} {id_}").sample(scorable, count))
+                documents.append(Document(id_, ids_s, tuple(positions), len(scorable), is_cut))
                 if len(documents) == options.limit:
                     return documents, dropped
             seen.add(id_)
     if not documents:
         raise no_document(options, dropped)
     return documents, dropped
-
-
-def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
-    """Draw `count` of the scorable positions without replacement, and return them in increasing order.
-
-    All positions are returned if `count` is None or at least their number. Equal arguments give equal positions.
-    """
-    if count is None or count >= len(scorable):
-        return tuple(scorable)
-    return tuple(sorted(random.Random(f"{seed} {id_}").sample(scorable, count)))

@@ -16,13 +16,12 @@ import msgspec
 
 from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
-from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.options import GLUE_TASKS
 from megatron_neobert.evaluation.pages import figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.runtime.atomic_files import replace_file
-from megatron_neobert.text import in_bytes
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
+from megatron_neobert.text import in_bytes, parse_json
 
 # Kind -> metric that chooses the weights, and the meaning of all metrics.
 _METRICS = {
@@ -112,7 +111,7 @@ def load_record(path: Path, kind: str) -> Record:
     Raises DataError if the file cannot be read, or is not a record of this kind.
     """
     try:
-        record = msgspec.convert(read_record(path), Record)
+        record = msgspec.convert(parse_json(read_text(path)), Record)
         if record.kind != kind:
             raise ValueError(f"its kind is {record.kind!r:.80}")
     except (ValueError, RecursionError, OSError) as error:

@@ -4,11 +4,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from json_files import edit_json
+from json_files import edit_json, read_json
 from training_command import TORCHRUN, environment
 from unit.evaluation.contrastive_inputs import write_datasets, write_encoder, write_yaml
-
-from megatron_neobert.evaluation.ledger import read_record
 
 COMMAND = ("-m", "megatron_neobert", "train-embedder")
 # sitecustomize.py: the process group must not end with DDP's reference to it, because torch can hang there.
@@ -47,7 +45,7 @@ def losses_of(inputs: Path, output: Path, *, processes: int, steps: int) -> list
         timeout=300,
     )
     assert process.returncode == 0, process.stderr[-2000:]
-    record = read_record(output / "bert" / "contrastive.json")
+    record = read_json(output / "bert" / "contrastive.json")
     assert record["settings"]["processes"] == processes
     return [loss for _, loss in record["results"]["losses_nats"]]
 

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 import torch
 import transformers
-from json_files import edit_json, write_jsonl
+from json_files import edit_json, read_json, write_jsonl
 from pyarrow import parquet
 from sklearn import metrics
 from unit.evaluation.glue_inputs import one_point
@@ -24,7 +24,7 @@ from megatron_neobert.evaluation import classify
 from megatron_neobert.evaluation.classify import ClassifyTask, run_classify
 from megatron_neobert.evaluation.classify_data import find_datasets, read_dataset
 from megatron_neobert.evaluation.glue import TASKS
-from megatron_neobert.evaluation.ledger import open_ledger, read_record
+from megatron_neobert.evaluation.ledger import open_ledger
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import ClassifyOptions
 
@@ -211,7 +211,7 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     monkeypatch.setattr(classify, "plot_confusion", drawn)
     options = one_point(ClassifyOptions, tmp_path, epochs=8)
     folder = run_classify(options)
-    result = read_record(folder / "classify.json")["results"]["tasks"][name]
+    result = read_json(folder / "classify.json")["results"]["tasks"][name]
     task = ClassifyTask(name, ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
     model, tokenizer = task.load(Path(result["kept"])), load_tokenizer(Path(result["kept"]))
     assert model.config.id2label == {0: ANIMAL, 1: THING}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import call, largest_file
-from json_files import edit_json, write_jsonl
+from json_files import edit_json, read_json, write_jsonl
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
@@ -26,9 +26,7 @@ from unit.evaluation.contrastive_inputs import (
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
-from megatron_neobert.evaluation.embed_batches import PairCollator
-from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings
-from megatron_neobert.evaluation.ledger import read_record
+from megatron_neobert.evaluation.embed_data import DatasetSettings, PairCollator, TrainingSettings
 from megatron_neobert.evaluation.models import check_modules, fingerprint, load_sentence_transformer, load_tokenizer
 from megatron_neobert.evaluation.options import EmbedderOptions
 
@@ -129,7 +127,7 @@ def test_held_out_pairs_are_scored_at_every_checkpoint(inputs, tmp_path):
     shutil.copytree(inputs / "data", tmp_path / "data")
     write_jsonl(tmp_path / "data" / "validation.jsonl", make_pairs(30, negatives=2, seed=5))
     final = train(inputs, tmp_path, data_dir=tmp_path / "data")
-    results = read_record(final.parent / "contrastive.json")["results"]
+    results = read_json(final.parent / "contrastive.json")["results"]
     (first, low), (last, high) = results["validation_ndcg@10"]
     assert (first, last) == (50, 100) and low < high <= 1
     assert f"| {100 * high:.1f} |" in (final.parent / "contrastive.md").read_text()
@@ -142,7 +140,7 @@ def test_record_of_the_command_has_the_settings_and_the_rows_of_each_dataset(inp
     flags = [word for name, value in expected.items() for word in (f"--{name.replace('_', '-')}", value)]
     code, _, errors = call("train-embedder", *where, "--config", inputs / "run.yaml", "--limit", 20, *flags)
     assert code == 0, errors
-    settings = read_record(tmp_path / "bert" / "contrastive.json")["settings"]
+    settings = read_json(tmp_path / "bert" / "contrastive.json")["settings"]
     assert expected.items() <= settings.items() and settings["processes"] == 1
     assert settings["rows"] == {"LARGE": 20, "SMALL": 20, "HARD": 20}
 
@@ -151,7 +149,7 @@ def test_folder_of_pairs_is_enough(inputs, tmp_path):
     for name, count in (("FAQ", 20), ("validation", 5)):
         write_jsonl(tmp_path / "pairs" / f"{name}.jsonl", make_pairs(count, negatives=0, seed=count))
     final = train(inputs, tmp_path, config=None, data_dir=tmp_path / "pairs", steps=3, batch_size=8)
-    settings = read_record(final.parent / "contrastive.json")["settings"]
+    settings = read_json(final.parent / "contrastive.json")["settings"]
     assert settings["datasets"] == {"FAQ": {"divisor": 1, "instruction": ""}}
     assert settings["rows"] == {"FAQ": 20} and settings["validation"]
 
@@ -219,7 +217,7 @@ def test_killed_run_resumes_at_its_newest_complete_checkpoint_with_the_same_weig
     assert "checkpoint-50" in capsys.readouterr().out
     assert (final / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     losses, expected = (
-        read_record(folder.with_name("contrastive.json"))["results"]["losses_nats"] for folder in (final, trained)
+        read_json(folder.with_name("contrastive.json"))["results"]["losses_nats"] for folder in (final, trained)
     )
     assert losses == expected and [step for step, _ in losses] == [25, 50, 75, 100]
     assert final.with_name("contrastive.png").read_bytes().startswith(b"\x89PNG")

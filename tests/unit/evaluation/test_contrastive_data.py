@@ -14,9 +14,11 @@ from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
 from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, read_config
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.evaluation.embed_batches import PlannedBatchSampler, SamplingPlan, distinct_batches
 from megatron_neobert.evaluation.embed_data import (
     DatasetSettings,
+    PlannedBatchSampler,
+    SamplingPlan,
+    distinct_batches,
     find_pairs,
     load_pairs,
     without_held_out,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import datasets
 import pytest
-from json_files import write_jsonl
+from json_files import read_json, write_jsonl
 from unit.evaluation.glue_inputs import build_options, write_inputs
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation import sweep
 from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
-from megatron_neobert.evaluation.ledger import LEDGER, open_ledger, read_record
+from megatron_neobert.evaluation.ledger import LEDGER, open_ledger
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.sweep import last_sweep
 
@@ -48,7 +48,7 @@ def folder_of(options):
 
 
 def record_of(options):
-    return read_record(folder_of(options) / "glue.json")
+    return read_json(folder_of(options) / "glue.json")
 
 
 def scores_of(options):

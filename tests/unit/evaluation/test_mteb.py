@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import mteb
 import numpy as np
@@ -18,13 +19,17 @@ from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.mteb import (
     build_encoder,
+    choose_tasks,
     describe_task,
+    flatten,
+    folder_of,
+    load_task,
     measure_tasks,
     read_instructions,
     require_instructions,
+    store_task,
     to_score,
 )
-from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task, store_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 
@@ -49,7 +54,8 @@ def measure(encoder, task, folder):
     options = MtebOptions(model=folder, output=folder, data_dir=folder, batch_size=8)
     name = task.metadata.name
     revision = str(describe_task(task, folder)["data"])
-    return to_score(task, measure_tasks({name: task}, {name: revision}, folder / "cache", options, lambda: encoder))
+    with mock.patch("megatron_neobert.evaluation.mteb.build_encoder", return_value=encoder):
+        return to_score(task, measure_tasks({name: task}, {name: revision}, folder / "cache", options, {}))
 
 
 @pytest.fixture

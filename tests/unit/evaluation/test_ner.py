@@ -11,13 +11,14 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from json_files import read_json
 from seqeval.metrics import f1_score
 from unit.evaluation.glue_inputs import one_point
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConversionError, DataError
 from megatron_neobert.evaluation.data import Rows
-from megatron_neobert.evaluation.ledger import open_ledger, read_record
+from megatron_neobert.evaluation.ledger import open_ledger
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.ner import NerTask, encode_sentences, find_datasets, read_dataset, run_ner, to_tags
 from megatron_neobert.evaluation.options import NerOptions
@@ -184,7 +185,7 @@ def test_slow_tokenizer_is_refused_before_the_first_run(inputs, monkeypatch):
 def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs):
     options = one_point(NerOptions, inputs, epochs=16)
     folder = run_ner(options)
-    results = read_record(folder / "ner.json")["results"]["tasks"]
+    results = read_json(folder / "ner.json")["results"]["tasks"]
     weights, labels = Path(results["animals"]["kept"]), ("O", *sorted(TAGS[1:]))
     task = NerTask("animals", ("train", "validation", "test"), ("f1",), labels)
     model, tokenizer = task.load(weights), load_tokenizer(weights)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call, run, run_forked
+from json_files import read_json
 from unit.evaluation.mteb_inputs import make_encoder
 
 from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
@@ -17,7 +18,6 @@ from benchmarks.benchmark_preprocessing import Measured
 from benchmarks.published_scores import TASK
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.ledger import read_record
 
 # --- preprocessing
 
@@ -195,5 +195,5 @@ def test_another_model_than_the_published_one_does_not_repeat_its_score(tmp_path
     flags = ("--model", model, "--data", tmp_path, "--output", tmp_path / "results")
     code, output, errors = run("benchmarks/published_scores.py", *flags)
     assert code == 1, errors
-    score = read_record(tmp_path / "results" / "random_weights" / "mteb.json")["results"]["tasks"][TASK]["score"]
+    score = read_json(tmp_path / "results" / "random_weights" / "mteb.json")["results"]["tasks"][TASK]["score"]
     assert output.endswith(f"{TASK}: published 80.04, measured {score:.2f}\n")
