@@ -6,25 +6,11 @@ The rules are the same for every format, and every record is counted.
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from megatron_neobert.cli import option
 from megatron_neobert.data.inputs.stream import Chunk, Format
-
-# Reasons of rejected records.
-MALFORMED_JSON = "malformed JSON"
-MISSING_KEY = "missing key"
-NULL_TEXT = "null text"
-NOT_A_STRING = "text is not a string"
-TOO_LONG = "longer than --max-document-bytes"
-MALFORMED_RECORD = "malformed web archive record"
-FILTER_FAILED = "a filter failed"
-
-# Reasons of dropped records.
-EMPTY_TEXT = "empty text"
-NOT_A_RESPONSE = "not a response record"
-HTTP_STATUS = "HTTP status not 200"
-NOT_HTML = "not HTML or text"
 
 RAW_BYTES = 64 << 10  # stored of a rejected record
 
@@ -33,6 +19,24 @@ _UNIT_BYTES = {"": 1, "B": 1}
 _UNIT_BYTES |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
 _UNIT_BYTES["kB"] = 1000
 _UNIT_BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+
+
+class Reason(StrEnum):
+    """Reasons why records are rejected or dropped. Filters may drop records for other reasons."""
+
+    # Of rejected records.
+    MALFORMED_JSON = "malformed JSON"
+    MISSING_KEY = "missing key"
+    NULL_TEXT = "null text"
+    NOT_A_STRING = "text is not a string"
+    TOO_LONG = "longer than --max-document-bytes"
+    MALFORMED_RECORD = "malformed web archive record"
+    FILTER_FAILED = "a filter failed"
+    # Of dropped records.
+    EMPTY_TEXT = "empty text"
+    NOT_A_RESPONSE = "not a response record"
+    HTTP_STATUS = "HTTP status not 200"
+    NOT_HTML = "not HTML or text"
 
 
 def read_size(text: str) -> int:
@@ -91,7 +95,7 @@ Fields = dict[str, Any]
 class Rejected(NamedTuple):
     """A record without a usable text."""
 
-    reason: str  # one of the constants above
+    reason: Reason
     number: int  # table rows count from 0 as in pyarrow, lines and other records from 1 as in editors
     detail: str  # what is wrong, with its value
     raw: bytes  # first RAW_BYTES of the record; empty for a null
@@ -129,10 +133,10 @@ class RecordBatch:
         `number` and `fields` belong to its record. `size` is its size in UTF-8 bytes; None computes it.
         """
         if not text or text.isspace():
-            self.dropped[EMPTY_TEXT] += 1
+            self.dropped[Reason.EMPTY_TEXT] += 1
             return
         try:
-            size = size or len(text.encode())
+            size = size or (len(text) if text.isascii() else len(text.encode()))
         except UnicodeEncodeError:
             text = _SURROGATE.sub("\ufffd", text)
             size = len(text.encode())
@@ -141,5 +145,5 @@ class RecordBatch:
         self.fields.append(fields)
         self.utf8_bytes += size
 
-    def reject(self, reason: str, number: int, detail: str, raw: bytes) -> None:
+    def reject(self, reason: Reason, number: int, detail: str, raw: bytes) -> None:
         self.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))

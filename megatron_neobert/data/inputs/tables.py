@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from megatron_neobert.data.inputs.records import NULL_TEXT, TOO_LONG, ReadSettings, RecordBatch
+from megatron_neobert.data.inputs.records import ReadSettings, Reason, RecordBatch
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.errors import DataError, suggestion
 
@@ -65,7 +65,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     Nulls and documents above `max_document_bytes` are in the `rejected` of their batch. A field without a column is
     None.
     """
-    keys = settings.record_keys
+    keys, limit = settings.record_keys, settings.max_document_bytes
     batch, row = RecordBatch(), chunk.start
     with _named_damage(chunk):
         for columns, progress, names in (_parquet_rows if chunk.format == "parquet" else _arrow_rows)(chunk, settings):
@@ -78,11 +78,11 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
                     yield batch
                     batch = RecordBatch(progress=batch.progress, field_names=names)
                 if raw is None:
-                    batch.reject(NULL_TEXT, row, "null", b"")
-                elif size > settings.max_document_bytes:
-                    batch.reject(TOO_LONG, row, f"{size:,} bytes", raw)
+                    batch.reject(Reason.NULL_TEXT, row, "null", b"")
+                elif size > limit:
+                    batch.reject(Reason.TOO_LONG, row, f"{size:,} bytes", raw)
                 else:
-                    batch.add_utf8(raw, row, dict(zip(keys, values, strict=True)))
+                    batch.add_utf8(raw, row, dict(zip(keys, values, strict=True)) if keys else {})
                 batch.numbers += 1
                 row += 1
             batch.progress = progress

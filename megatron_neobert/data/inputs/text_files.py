@@ -13,17 +13,7 @@ from typing import cast
 
 import orjson
 
-from megatron_neobert.data.inputs.records import (
-    MALFORMED_JSON,
-    MISSING_KEY,
-    NOT_A_STRING,
-    NULL_TEXT,
-    RAW_BYTES,
-    TOO_LONG,
-    Fields,
-    ReadSettings,
-    RecordBatch,
-)
+from megatron_neobert.data.inputs.records import RAW_BYTES, Fields, ReadSettings, Reason, RecordBatch
 from megatron_neobert.data.inputs.stream import Chunk, InputReader, file_size, named_errors, open_input
 from megatron_neobert.text import parse_json
 
@@ -46,26 +36,27 @@ def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 def _read_objects(records: list[bytes], first_number: int, settings: ReadSettings) -> RecordBatch:
     """Return a batch of JSON lines, malformed ones in `rejected`. Blank lines are skipped, but have a number."""
-    batch, last, key = RecordBatch(numbers=len(records)), dict[str, object](), settings.text_key
+    batch, last = RecordBatch(numbers=len(records)), dict[str, object]()
+    key, keys = settings.text_key, settings.record_keys
     for number, line in enumerate(records, first_number):
         if len(line) > settings.max_document_bytes:
-            batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line)
+            batch.reject(Reason.TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line)
             continue
         try:
             record = _parse_object(line)
             if record is not None:
                 text, last = _look_up(record, key), record
                 if isinstance(text, str):
-                    batch.add_text(text, number, _read_fields(record, settings.record_keys))
+                    batch.add_text(text, number, _read_fields(record, keys) if keys else {})
                 elif text is None:
-                    batch.reject(NULL_TEXT, number, "null", line)
+                    batch.reject(Reason.NULL_TEXT, number, "null", line)
                 else:
-                    batch.reject(NOT_A_STRING, number, f"found {type(text).__name__}", line)
+                    batch.reject(Reason.NOT_A_STRING, number, f"found {type(text).__name__}", line)
         except ValueError as error:
-            batch.reject(MALFORMED_JSON, number, str(error), line)
+            batch.reject(Reason.MALFORMED_JSON, number, str(error), line)
         except KeyError:
             found = ", ".join(sorted(record or ())[:10]) or "none"
-            batch.reject(MISSING_KEY, number, f"no key '{key}'; keys found: {found}", line)
+            batch.reject(Reason.MISSING_KEY, number, f"no key '{key}'; keys found: {found}", line)
     batch.field_names = list(last)
     return batch
 
@@ -124,7 +115,7 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             for document in documents:
                 number += 1
                 if len(document) > limit:
-                    batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", document)
+                    batch.reject(Reason.TOO_LONG, number, f"more than {limit:,} bytes", document)
                     continue
                 text = document.decode(errors="replace")
                 if text and not text.isspace():

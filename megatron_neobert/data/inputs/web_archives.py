@@ -12,17 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_neobert.data.inputs.records import (
-    HTTP_STATUS,
-    MALFORMED_RECORD,
-    NOT_A_RESPONSE,
-    NOT_HTML,
-    RAW_BYTES,
-    TOO_LONG,
-    Fields,
-    ReadSettings,
-    RecordBatch,
-)
+from megatron_neobert.data.inputs.records import RAW_BYTES, Fields, ReadSettings, Reason, RecordBatch
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, DamagedStream, InputReader
 
 _LONGEST_HEADER_BYTES = 64 << 10
@@ -84,13 +74,13 @@ def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()
     if record.length > settings.max_document_bytes:
-        batch.reject(TOO_LONG, number, f"{record.length:,} bytes", record.block)
+        batch.reject(Reason.TOO_LONG, number, f"{record.length:,} bytes", record.block)
     elif kind == b"response" and content_type.startswith(b"application/http"):
         _add_response(batch, record.block, number, fields, limit=settings.max_document_bytes)
     elif kind == b"conversion" and content_type.startswith(b"text/"):
         batch.add_utf8(record.block, number, fields)
     else:
-        batch.dropped[NOT_HTML if kind in (b"response", b"conversion") else NOT_A_RESPONSE] += 1
+        batch.dropped[Reason.NOT_HTML if kind in (b"response", b"conversion") else Reason.NOT_A_RESPONSE] += 1
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields, *, limit: int) -> None:
@@ -106,9 +96,9 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields,
         record.parse_http(quirks_mode=True)  # accepts lines that end without a carriage return
         status = record.http_headers.status_code if record.http_headers else None
         if status is None:
-            return batch.reject(MALFORMED_RECORD, number, "no HTTP status", block)
+            return batch.reject(Reason.MALFORMED_RECORD, number, "no HTTP status", block)
         if status != 200:
-            batch.dropped[HTTP_STATUS] += 1
+            batch.dropped[Reason.HTTP_STATUS] += 1
             return None
         headers = {name.lower(): value.lower() for name, value in record.http_headers.astuples()}
         body = record.reader.read()
@@ -118,23 +108,23 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields,
         if not headers.get("content-type") and _PAGE.match(body):
             content_type = _HTML[0]
         if content_type not in (*_HTML, "text/plain"):
-            batch.dropped[NOT_HTML] += 1
+            batch.dropped[Reason.NOT_HTML] += 1
             return None
         for encoding in reversed(headers.get("content-encoding", "").split(",")):
             body = decompress(body, encoding.strip(), limit=limit)
     except OSError as error:  # fastwarc cannot parse the response
-        return batch.reject(MALFORMED_RECORD, number, f"HTTP: {error}", block)
+        return batch.reject(Reason.MALFORMED_RECORD, number, f"HTTP: {error}", block)
     encodings, text_bytes = headers.get("content-encoding"), len(body.translate(None, _CONTROL))
     if encodings and text_bytes < (1 - _LARGEST_CONTROL_SHARE) * len(body) and not body.startswith(_UTF_16):
-        return batch.reject(MALFORMED_RECORD, number, f"HTTP: neither {encodings} nor text", block)
+        return batch.reject(Reason.MALFORMED_RECORD, number, f"HTTP: neither {encodings} nor text", block)
     if len(body) > limit:
-        return batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", block)
+        return batch.reject(Reason.TOO_LONG, number, f"more than {limit:,} bytes", block)
     text = decode_page(body, record.http_charset, is_html=content_type in _HTML)
     if content_type in _HTML:
         try:
             text = main_text(text)
         except ValueError as error:
-            return batch.reject(MALFORMED_RECORD, number, f"HTML: {error}", block)
+            return batch.reject(Reason.MALFORMED_RECORD, number, f"HTML: {error}", block)
     return batch.add_text(text, number, fields)
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from megatron_neobert.data.inputs.records import FILTER_FAILED, RecordBatch
+from megatron_neobert.data.inputs.records import Reason, RecordBatch
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -116,7 +116,7 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                         raise TypeError(f"returned a record whose {name} is {found} instead of {kind.__name__}")
             except (Exception, SystemExit) as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
-                filtered.reject(FILTER_FAILED, number, detail, text.encode())
+                filtered.reject(Reason.FILTER_FAILED, number, detail, text.encode())
                 break
             if isinstance(result, str):
                 filtered.dropped[f"{label}: {result[:_LONGEST_REASON]}"] += 1

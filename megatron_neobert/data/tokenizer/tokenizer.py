@@ -52,6 +52,10 @@ class EncodedBatch(NamedTuple):
     ids: NDArray[np.integer[Any]]
     lengths: NDArray[np.int32]
 
+    def split(self) -> list[NDArray[np.integer[Any]]]:
+        """Return the ids of each text. The batch must not be empty."""
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1])
+
 
 @dataclass(frozen=True)
 class Tokenizer:

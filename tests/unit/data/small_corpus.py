@@ -60,8 +60,7 @@ def byte_level_backend(special: Sequence[str] = ROBERTA) -> tokenizers.Tokenizer
 
 def ids_of(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of each text."""
-    batch = tokenizer.encode_batch(texts)
-    return [ids.tolist() for ids in np.split(batch.ids, np.cumsum(batch.lengths)[:-1])]
+    return [ids.tolist() for ids in tokenizer.encode_batch(texts).split()]
 
 
 def write_chunk(

@@ -9,7 +9,7 @@ from backports import zstd
 from unit.data.inputs.reading import JSON_LINES, TEXTS, read, texts_of, write_table
 
 from megatron_neobert.data.inputs.recognise import recognise
-from megatron_neobert.data.inputs.records import MALFORMED_JSON, ReadSettings
+from megatron_neobert.data.inputs.records import ReadSettings, Reason
 from megatron_neobert.errors import DataError
 
 TABLE = pa.table({"content": TEXTS})
@@ -82,7 +82,7 @@ def test_name_decides_if_no_line_is_an_object(tmp_path):
         (tmp_path / name).write_bytes(b"one\ntwo\n")
     assert recognised(tmp_path / "input.txt") == ("text", None)
     assert recognised(tmp_path / "input.jsonl") == recognised(tmp_path / "input.ndjson") == ("jsonl", None)
-    assert read(tmp_path / "input.jsonl").rejections == [(MALFORMED_JSON, 1), (MALFORMED_JSON, 2)]
+    assert read(tmp_path / "input.jsonl").rejections == [(Reason.MALFORMED_JSON, 1), (Reason.MALFORMED_JSON, 2)]
 
 
 def test_input_format_overrides_recognition_except_for_tables(tmp_path):

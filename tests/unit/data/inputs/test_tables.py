@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from unit.data.inputs.reading import TEXTS, read, texts_of, write_table
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-from megatron_neobert.data.inputs.records import EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings
+from megatron_neobert.data.inputs.records import ReadSettings, Reason
 from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
@@ -47,16 +47,16 @@ def test_every_arrow_type_of_text_is_read(tmp_path, write, arrow_type):
     assert texts_of(tmp_path / "input") == TEXTS
     write(tmp_path / "input", texts_table([*values, None], arrow_type))
     reading = read(tmp_path / "input")
-    assert (reading.texts, reading.rejections) == (TEXTS, [(NULL_TEXT, 3)])
+    assert (reading.texts, reading.rejections) == (TEXTS, [(Reason.NULL_TEXT, 3)])
 
 
 def test_bad_row_is_rejected_with_its_row_number_from_zero(tmp_path, write):
     write(tmp_path / "input", texts_table(["a", None, "", " \u00a0", "long" * 5, "b"]), 2)
     reading = read(tmp_path / "input", max_document_bytes=19)
-    assert (reading.texts, reading.dropped, reading.numbers) == (["a", "b"], {EMPTY_TEXT: 2}, 6)
+    assert (reading.texts, reading.dropped, reading.numbers) == (["a", "b"], {Reason.EMPTY_TEXT: 2}, 6)
     null, long = reading.rejected
-    assert (null.reason, null.number, null.raw) == (NULL_TEXT, 1, b"")
-    assert (long.reason, long.number, long.raw, long.detail) == (TOO_LONG, 4, b"long" * 5, "20 bytes")
+    assert (null.reason, null.number, null.raw) == (Reason.NULL_TEXT, 1, b"")
+    assert (long.reason, long.number, long.raw, long.detail) == (Reason.TOO_LONG, 4, b"long" * 5, "20 bytes")
 
 
 @pytest.mark.parametrize("arrow_type", [pa.string(), pa.binary()], ids=str)
@@ -93,7 +93,7 @@ def test_nested_column_is_read_unless_a_column_has_the_whole_name_and_a_missing_
     write(tmp_path / "input", pa.table({"id": [1, 2, 3], "data": data}))
     for key, text in (("data.text", "x"), ("data.more.text", "deep")):
         reading = read(tmp_path / "input", text_key=key)
-        assert (reading.texts, reading.rejections) == ([text], [(NULL_TEXT, 1), (NULL_TEXT, 2)])
+        assert (reading.texts, reading.rejections) == ([text], [(Reason.NULL_TEXT, 1), (Reason.NULL_TEXT, 2)])
     write(tmp_path / "input", pa.table({"data": data, "data.text": ["literal"] * 3}))
     assert texts_of(tmp_path / "input", text_key="data.text") == ["literal"] * 3
 

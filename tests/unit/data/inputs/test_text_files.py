@@ -11,28 +11,20 @@ import pytest
 from unit.data.inputs.reading import JSON_LINES, TEXTS, peak_memory, read, texts_of
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-from megatron_neobert.data.inputs.records import (
-    MALFORMED_JSON,
-    MISSING_KEY,
-    NOT_A_STRING,
-    NULL_TEXT,
-    RAW_BYTES,
-    TOO_LONG,
-    ReadSettings,
-)
+from megatron_neobert.data.inputs.records import RAW_BYTES, ReadSettings, Reason
 from megatron_neobert.data.inputs.text_files import read_records
 
 
 @pytest.mark.parametrize(
     ("line", "reason", "detail"),
     [
-        (b'{"content": "cut o', MALFORMED_JSON, "Unterminated string starting at: line 1 column 13"),
-        (b'{"content": ' + b"9" * 5000 + b"}", MALFORMED_JSON, "5000 digits"),
-        (b"[" * 100_000, MALFORMED_JSON, "nested too deeply"),
-        (b'{"text": "x", "url": "y"}', MISSING_KEY, "no key 'content'; keys found: text, url"),
-        (b'{"data": {"text": "x", "n": {}}, "url": "y"}', MISSING_KEY, "keys found: data, url"),
-        (b'{"content": null}', NULL_TEXT, "null"),
-        (b'{"content": 3}', NOT_A_STRING, "found int"),
+        (b'{"content": "cut o', Reason.MALFORMED_JSON, "Unterminated string starting at: line 1 column 13"),
+        (b'{"content": ' + b"9" * 5000 + b"}", Reason.MALFORMED_JSON, "5000 digits"),
+        (b"[" * 100_000, Reason.MALFORMED_JSON, "nested too deeply"),
+        (b'{"text": "x", "url": "y"}', Reason.MISSING_KEY, "no key 'content'; keys found: text, url"),
+        (b'{"data": {"text": "x", "n": {}}, "url": "y"}', Reason.MISSING_KEY, "keys found: data, url"),
+        (b'{"content": null}', Reason.NULL_TEXT, "null"),
+        (b'{"content": 3}', Reason.NOT_A_STRING, "found int"),
     ],
 )
 def test_bad_line_is_rejected_with_reason_and_line_number_and_its_neighbours_are_kept(tmp_path, line, reason, detail):
@@ -77,7 +69,7 @@ def test_key_with_a_dot_names_a_key_within_an_object(tmp_path, line, text, other
     (tmp_path / "input").write_text(json.dumps(line)[:-1] + other + "}")
     reading = read(tmp_path / "input", text_key="data.text")
     assert reading.texts == ([] if text is None else [text])
-    assert [record.reason for record in reading.rejected] == ([MISSING_KEY] if text is None else [])
+    assert [record.reason for record in reading.rejected] == ([Reason.MISSING_KEY] if text is None else [])
 
 
 @pytest.mark.parametrize(
@@ -165,4 +157,4 @@ def test_documents_are_numbered_from_one_and_blank_documents_count(tmp_path):
     (tmp_path / "input").write_bytes(b"a\n\n" + b"x" * 100 + b"\nb\xff\n")
     reading = read(tmp_path / "input", text_separator="\n", max_document_bytes=50)
     assert (reading.texts, reading.numbers) == (["a", "b\ufffd"], 4)
-    assert reading.rejections == [(TOO_LONG, 3)]
+    assert reading.rejections == [(Reason.TOO_LONG, 3)]

@@ -7,14 +7,7 @@ import zlib
 import pytest
 from unit.data.inputs.reading import compress_zstd, read
 
-from megatron_neobert.data.inputs.records import (
-    EMPTY_TEXT,
-    HTTP_STATUS,
-    MALFORMED_RECORD,
-    NOT_A_RESPONSE,
-    NOT_HTML,
-    TOO_LONG,
-)
+from megatron_neobert.data.inputs.records import Reason
 from megatron_neobert.errors import DataError
 
 pytest.importorskip("fastwarc")
@@ -138,18 +131,18 @@ def test_wet_records_are_unchanged_texts_and_need_no_fastwarc(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "fastwarc.warc", None)
     reading = read(tmp_path / "input")
     assert reading.texts == [*texts, "\ufffd"]
-    assert reading.dropped == {NOT_A_RESPONSE: 1, EMPTY_TEXT: 1}
+    assert reading.dropped == {Reason.NOT_A_RESPONSE: 1, Reason.EMPTY_TEXT: 1}
 
 
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
-        (record("request", b"GET / HTTP/1.1\r\n\r\n", b"application/http; msgtype=request"), NOT_A_RESPONSE),
-        (record("resource", b"<p>x", b"text/html"), NOT_A_RESPONSE),
-        (page("gone", status="404 Not Found"), HTTP_STATUS),
-        (record("response", http(b"%PDF", "application/pdf")), NOT_HTML),
-        (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), NOT_HTML),  # without a content type
-        (page("<script>only()</script>"), EMPTY_TEXT),
+        (record("request", b"GET / HTTP/1.1\r\n\r\n", b"application/http; msgtype=request"), Reason.NOT_A_RESPONSE),
+        (record("resource", b"<p>x", b"text/html"), Reason.NOT_A_RESPONSE),
+        (page("gone", status="404 Not Found"), Reason.HTTP_STATUS),
+        (record("response", http(b"%PDF", "application/pdf")), Reason.NOT_HTML),
+        (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), Reason.NOT_HTML),  # without a content type
+        (page("<script>only()</script>"), Reason.EMPTY_TEXT),
     ],
 )
 def test_record_without_a_text_is_dropped_under_its_reason(tmp_path, block, reason):
@@ -175,7 +168,7 @@ def test_malformed_record_is_rejected_and_its_neighbours_are_kept(tmp_path, bloc
         reading = read(tmp_path / "input")
         assert reading.texts == ["The page before.", "The page after."]
         (rejected,) = reading.rejected
-        assert (rejected.reason, rejected.number) == (MALFORMED_RECORD, 2)
+        assert (rejected.reason, rejected.number) == (Reason.MALFORMED_RECORD, 2)
         assert rejected.detail.startswith(detail) and rejected.raw[:50] in block
 
 
@@ -206,7 +199,7 @@ def test_too_long_record_is_rejected_whether_compressed_or_not(tmp_path):
     long = b"<p>" + b"word " * 100_000
     blocks = [http(long), http(gzip.compress(long), more="Content-Encoding: gzip\r\n")]
     reading = read_between(tmp_path, *(record("response", block) for block in blocks), max_document_bytes=200_000)
-    assert reading.rejections == [(TOO_LONG, 2), (TOO_LONG, 3)]
+    assert reading.rejections == [(Reason.TOO_LONG, 2), (Reason.TOO_LONG, 3)]
     assert reading.rejected[0].detail == f"{len(blocks[0]):,} bytes"
     assert reading.rejected[1].detail == "more than 200,000 bytes"
 
