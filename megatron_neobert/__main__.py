@@ -65,8 +65,7 @@ NAMES = [name for commands in COMMANDS.values() for name in commands]
 def main() -> int | None:
     """Run the command that `sys.argv` names and return its exit code, or None for 0. Without a command, list all.
 
-    Raises:
-        ConfigError: There is no such command, or its flags are invalid. Errors of the command propagate too.
+    Raise ConfigError if there is no such command or its flags are invalid.
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete()

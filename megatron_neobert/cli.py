@@ -24,6 +24,7 @@ from megatron_neobert.megatron_flags import REPLACEMENTS
 
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers are stored in int64 tensors and index files
 _PATH_MAX = 4096  # bytes of a path on Linux, with the final null byte
+_FLAG = re.compile(r"(--?[^\W\d][^\s=]*)(?:=|\Z)")  # not a negative number
 
 
 def option(
@@ -102,24 +103,19 @@ def run_function(
 ) -> int | None:
     """Parse the arguments of a command, call its function with the options, and return the function's exit code.
 
+    Raise ConfigError with every problem of the command line.
+
     Args:
         function: Has a parameter `options`, annotated with the dataclass of its flags. The first paragraph of its
             docstring is the description in --help. If it has a parameter `flags`, it also receives all other arguments.
         run_flags: Returns the flags of `neobert train`. It is called only if `function` has the parameter `flags`.
-
-    Raises:
-        ConfigError: With every problem of the command line. Errors of `function` propagate too.
     """
     options_type = typing.get_type_hints(function)["options"]
     takes_run_flags = "flags" in inspect.signature(function).parameters
     description = (function.__doc__ or "").partition("\n\n")[0]
     parser = Parser(description, also=run_flags() if takes_run_flags else (), prog=prog)
     add_flags(parser, options_type)
-    if takes_run_flags:
-        parsed, remaining = parser.parse_known_args(arguments)
-        texts, problems = vars(parsed), parser.unknown_flags()
-    else:
-        texts, problems = parser.parse_all(arguments)
+    texts, remaining, problems = parser.parse(arguments)
     options, value_problems = read_values(options_type, texts)
     if problems + value_problems:
         raise ConfigError(problems + value_problems)
@@ -273,20 +269,21 @@ class Parser(argparse.ArgumentParser):
         self._arguments = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
-    def parse_all(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the parsed texts by field name, and an error message for each argument that no flag takes.
+    def parse(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Return the parsed texts by field name, the remaining arguments, and an error message for each unknown one.
 
         Flags that were not given are absent. Raises ConfigError for errors of argparse, such as a missing value.
         """
         parsed, remaining = self.parse_known_args(arguments)
-        problems = [self._unknown(word.partition("=")[0]) for word in remaining if word.startswith("-")]
-        problems += [
-            f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value that has a "
-            "space."
-            # Words after an unknown flag are probably its values, and would be reported twice.
-            for word in itertools.takewhile(lambda word: not word.startswith("-"), remaining)
-        ]
-        return vars(parsed), problems
+        problems = self.unknown_flags()
+        if not self._also:
+            problems += [
+                f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value that "
+                "has a space."
+                # Words after an unknown flag are probably its values, and would be reported twice.
+                for word in itertools.takewhile(lambda word: not _FLAG.match(word), remaining)
+            ]
+        return vars(parsed), remaining, problems
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError with every unknown flag and the message of argparse."""
@@ -299,15 +296,14 @@ class Parser(argparse.ArgumentParser):
     def unknown_flags(self) -> list[str]:
         """Return a problem for each flag of the last command line that neither this nor the second parser has."""
         known = [*self.all_flags(), *self._also]
-        words = self._arguments[: self._arguments.index("--")] if "--" in self._arguments else self._arguments
-        flags = [word.partition("=")[0] for word in words if re.match(r"--?[^\W\d]", word) and " " not in word]
-        return [self._unknown(flag) for flag in dict.fromkeys(flags) if flag not in known]
-
-    def _unknown(self, flag: str) -> str:
-        if flag in REPLACEMENTS:
-            return f"unknown flag {flag}, which is Megatron-LM's; here: {REPLACEMENTS[flag]}."
-        hint = suggestion(flag, [*self.all_flags(), *self._also])
-        return f"unknown flag {' '.join(flag.split())[:80]}{hint}"
+        flags = [match[1] for word in itertools.takewhile("--".__ne__, self._arguments) if (match := _FLAG.match(word))]
+        return [
+            f"unknown flag {flag}, which is Megatron-LM's; here: {REPLACEMENTS[flag]}."
+            if flag in REPLACEMENTS
+            else f"unknown flag {flag[:80]}{suggestion(flag, known)}"
+            for flag in dict.fromkeys(flags)
+            if flag not in known
+        ]
 
 
 def add_flags(

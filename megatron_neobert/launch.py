@@ -213,12 +213,7 @@ def _record_early_end(run: "RunStatus", rank: int, code: int) -> None:
 
 
 def _rendezvous(node: Node, *, nproc: int, timeout_seconds: int) -> "TCPStore":
-    """Wait until all nodes of a run can start, and return its store, which node 0 serves.
-
-    Raises:
-        ConnectionError: The nodes do not meet within `timeout_seconds`, or the port cannot be used.
-        LauncherError: Two nodes have the same NODE_RANK, or different NPROC_PER_NODE.
-    """
+    """Wait until all nodes of a run can start, and return its store, which node 0 serves."""
     from torch.distributed import DistError
 
     where = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"

@@ -38,13 +38,10 @@ def without_credentials(text: str) -> str:
 
 
 def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text. Raise ValueError for other text, deep nesting, or over 4,300 digits.
 
     Args:
         pairs: Builds each object from its (key, value) pairs. None builds a dict with the last value of each key.
-
-    Raises:
-        ValueError: The text is not JSON, is nested too deeply, or has an integer of more than 4,300 digits.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)  # noqa: TID251

@@ -77,11 +77,9 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
     The micro-batch is lowered to the largest that divides the batch of a rank. --dry-run needs no --data-path.
 
     Flags override the `--config` file. Without a file, they override the settings in `record`, which a run saved.
-
-    Raises:
-        ConfigError: With every problem of the file, the flags and their combination.
+    Raise ConfigError with every problem of the file, the flags and their combination.
     """
-    texts, problems = build_parser().parse_all(arguments)
+    texts, _, problems = build_parser().parse(arguments)
     config, is_dry_run = texts.pop("config", None), texts.pop("dry_run", False)
     plan_texts = {item.name: texts.pop(item.name) for item in fields(PlanOptions) if item.name in texts}
     plan, plan_problems = read_values(PlanOptions, plan_texts)
@@ -146,11 +144,7 @@ class _HelpAll(argparse.Action):
 
 
 def read_settings(path: Path) -> Settings:
-    """Return the settings of a YAML file. Each value is checked for its type only.
-
-    Raises:
-        ConfigError: The file has problems, such as unknown settings. The error lists all of them.
-    """
+    """Return the settings of a YAML file, checked for their types only. Raise ConfigError with all its problems."""
     values: dict[str, Any] = {}
     if problems := _merge_file(path, values):
         raise ConfigError(problems)

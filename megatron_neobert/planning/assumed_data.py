@@ -30,11 +30,7 @@ _DRAWN = 1 << 18
 
 
 class AssumedCorpus:
-    """Lengths of RefinedWeb's documents, in place of a `Corpus`: a plan reads nothing but lengths.
-
-    Raises:
-        ConfigError: The limits of `component` select none of the drawn lengths.
-    """
+    """Lengths of RefinedWeb's documents, in place of a `Corpus`: a plan reads nothing but lengths."""
 
     def __init__(self, component: Component) -> None:
         lengths, longest = _draw_lengths(), component.maximum or math.inf

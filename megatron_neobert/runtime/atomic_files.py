@@ -30,11 +30,7 @@ def require_folder(flag: str, folder: Path, *, remedy: str) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading, in binary mode. Do not block, even if the path is a pipe.
-
-    Raises:
-        ValueError: The path is a pipe, device or folder.
-    """
+    """Open a regular file for reading, in binary mode. Raise ValueError at once for a pipe, device or folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

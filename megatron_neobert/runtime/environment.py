@@ -39,9 +39,7 @@ def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
 def world_size() -> int:
     """Return WORLD_SIZE, the number of ranks, or 1 if neither RANK nor WORLD_SIZE is set.
 
-    Raises:
-        LauncherError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing, a number, including LOCAL_RANK, is not
-            in range, or RANK is not below WORLD_SIZE.
+    Raise LauncherError if a variable of a rank is missing or not in range.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1
@@ -75,13 +73,10 @@ def find_node(*, starts: bool = True) -> Node:
     """Return the number of nodes, the number of this node, and the address of node 0, which is empty for one node.
 
     NNODES and NODE_RANK give the numbers, or else the Slurm step of this process. Without them, the run has one node.
+    Raise LauncherError if a variable is missing, not in range, or contradicts another one.
 
     Args:
         starts: False to read the number of nodes only, for a plan. The result is then node 0 without an address.
-
-    Raises:
-        LauncherError: A variable is missing, is not a number in range, or contradicts another one, or srun has started
-            several tasks on a node.
     """
     nodes, name = whole_number("NNODES", "1"), "NODE_RANK"
     if "NNODES" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:

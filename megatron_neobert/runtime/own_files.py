@@ -23,8 +23,7 @@ _LOCK_RECORD = b"process "  # first bytes of a lock file that is not empty
 def claim_folder(path: Path) -> None:
     """Create a folder with our record, or check that an existing folder has it or is empty.
 
-    Raises:
-        OutputError: The path is a link or a file, or a folder of others; or the folder cannot be created.
+    Raise OutputError if the path is a link, a file or a folder of others, or if the folder cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,10 +36,7 @@ def claim_folder(path: Path) -> None:
 
 
 def create_folder(path: Path) -> None:
-    """Create an empty folder with our record. Delete an earlier folder with our record.
-
-    Raise OutputError if the path is a link, a file or a folder of others, or if the folder cannot be created.
-    """
+    """Create an empty folder with our record, see `claim_folder`. Delete an earlier folder with our record."""
     delete_folder(path)
     claim_folder(path)
 
@@ -116,11 +112,9 @@ def exchange(first: Path, second: Path) -> None:
 
 
 def open_own(path: Path) -> IO[bytes]:
-    """Open a file for reading and appending, and create it if it is missing. Links are not followed.
+    """Open a file for reading and appending, and create it if it is missing.
 
-    Raises:
-        OutputError: The path is a link, a pipe, a folder or a device.
-        OSError: The file cannot be opened.
+    Raise OutputError if the path is a link, a pipe, a folder or a device.
     """
     try:
         stream = _create(path, exclusive=False)

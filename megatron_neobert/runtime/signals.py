@@ -32,8 +32,7 @@ LAUNCHER_ID = "neobert"  # TORCHELASTIC_RUN_ID of ranks whose launcher announces
 _WRITE_SECONDS = 2.0
 
 _group_is_formed = threading.Event()
-_signals_received: list[int] = []
-_signals_handled: list[int] = []
+_signals_received: list[int] = []  # by this rank
 _started_seconds = time.monotonic()
 forwarded: set[int] = set()  # signals that this launcher sent to its ranks
 interrupts: list[int] = []  # Ctrl-C signals that this launcher received while it had ranks
@@ -41,10 +40,7 @@ interrupts: list[int] = []  # Ctrl-C signals that this launcher received while i
 
 def forward_stop_signals() -> None:
     """Start to send stop signals of this launcher to its ranks. Without ranks, a signal ends the launcher."""
-    for number in (*STOP_SIGNALS, ABORT_SIGNAL):
-        # The wake-up pipe of `watch_signals` receives only signals that have a handler.
-        signal.signal(number, lambda *_: None)
-    watch_signals(_forward)
+    _watch_signals(_forward)
 
 
 def _forward(number: int) -> None:
@@ -69,9 +65,7 @@ def install_signal_handlers() -> None:
 
     `finish_iteration_at_signals` changes this when training begins. SIGQUIT ends the rank with code 130.
     """
-    for number in (*STOP_SIGNALS, ABORT_SIGNAL):
-        signal.signal(number, lambda number, frame: _signals_received.append(number))
-    watch_signals(_handle)
+    _watch_signals(_handle)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by a launcher that became this rank
 
 
@@ -83,14 +77,17 @@ def finish_iteration_at_signals() -> None:
     _group_is_formed.set()
 
 
-def watch_signals(handle: Callable[[int], None]) -> None:
-    """Start a thread that calls `handle(number)` for each stop or abort signal of this process that has a handler.
+def _watch_signals(handle: Callable[[int], None]) -> None:
+    """Start a thread that calls `handle(number)` for each stop or abort signal of this process.
 
     Call this in the main thread. `handle` is called even while that thread waits in C++, unlike a Python handler.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
+    for number in (*STOP_SIGNALS, ABORT_SIGNAL):
+        # The pipe receives only signals that have a handler.
+        signal.signal(number, lambda *_: None)
 
     def read() -> None:
         while True:
@@ -103,8 +100,8 @@ def watch_signals(handle: Callable[[int], None]) -> None:
 
 def _handle(number: int) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
-    _signals_handled.append(number)
-    if number == ABORT_SIGNAL or _signals_handled.count(signal.SIGINT) > 1:
+    _signals_received.append(number)
+    if number == ABORT_SIGNAL or _signals_received.count(signal.SIGINT) > 1:
         end_process(EXIT_INTERRUPTED, f"rank {rank}: aborted\n")
     if not _group_is_formed.is_set():
         end_process(EXIT_STOPPED_EARLY, f"rank {rank}: stopped by {name} before the first iteration\n")

@@ -37,9 +37,7 @@ def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
 def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore":
     """Wait until the store of node 0 listens, and return a connection.
 
-    Raises:
-        OSError: The store does not listen in time.
-        torch.distributed.DistError: The store does not answer in time.
+    Raise OSError or torch.distributed.DistError if the store does not listen or answer in time.
     """
     from torch.distributed import TCPStore
 
@@ -63,13 +61,10 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
     interfaces, because no other node could connect otherwise. The caller must keep the returned store until all ranks
     have ended, because torch's env:// uses the same server (multi_tenant). Raises this process's limit of open files to
-    65,536, or to the hard limit.
+    65,536, or to the hard limit. Raise ConnectionError if the address or port cannot be used.
 
     Args:
         port: Port number; 0 to let the system choose.
-
-    Raises:
-        ConnectionError: The address or port cannot be used.
     """
     from torch.distributed import TCPStore
 

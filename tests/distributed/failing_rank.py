@@ -16,7 +16,7 @@ import processes
 
 from megatron_neobert import launch, pretrain
 from megatron_neobert.config import cli
-from megatron_neobert.errors import SaveError
+from megatron_neobert.errors import SaveError, run_command
 from megatron_neobert.runtime import watcher
 
 LOOP, SETUP = "megatron_neobert.training.loop", "megatron_neobert.training.setup"
@@ -125,3 +125,7 @@ def launch_forked() -> int:
     """Run the launcher with forked ranks."""
     launch.subprocess = SimpleNamespace(Popen=ForkedRank)
     return launch.main()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -4,15 +4,13 @@ import itertools
 import re
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import processes
 import pytest
 from failing_rank import STAGES
 from processes import Ended
 from tests_tiny import tiny_settings
-from training_command import flags_of, free_port
+from training_command import flags_of, run_nodes
 
 HANG_MINUTES = 0.1
 # Much shorter than the timeout of a collective, which would otherwise end the run.
@@ -36,23 +34,12 @@ def launch(corpus: Any, *, nodes: int, fault: str) -> list[Ended]:
     settings = tiny_settings(corpus, training={"eval_interval": 3})
     if fault.endswith(("hang", "stop")):
         settings = settings.with_section("parallel", distributed_timeout_minutes=HANG_MINUTES)
-    processes.use_server()  # here, because two threads must not start it
-    port, ended = free_port(), []
-
-    def run(node: int) -> Ended:
-        variables = {"NPROC_PER_NODE": str(2 // nodes), "FAULT": fault, "OMP_NUM_THREADS": "1"}
-        if nodes == 2:
-            variables |= {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = ("failing_rank:launch_forked", "failing_rank", *flags_of(settings))
-        result = processes.run_command(*command, environment=variables, limit_seconds=LONGEST_SECONDS)
-        ended.append(time.time())
-        return result
-
-    with ThreadPoolExecutor(nodes) as threads:
-        results = list(threads.map(run, range(nodes)))
+    variables = {"NPROC_PER_NODE": str(2 // nodes), "FAULT": fault, "OMP_NUM_THREADS": "1"}
+    command = ("failing_rank:launch_forked", "failing_rank", *flags_of(settings))
+    results = run_nodes([command] * nodes, [variables] * nodes, limit_seconds=LONGEST_SECONDS)
     fault_time = re.search("fault at (.*)", "".join(result.output for result in results))
     assert fault_time is not None, results
-    print(f"{fault} on {nodes}: launchers ended {[round(end - float(fault_time[1]), 1) for end in ended]} s later")
+    print(f"{fault} on {nodes}: launchers ended within {time.time() - float(fault_time[1]):.1f} s")
     return results
 
 
@@ -80,7 +67,7 @@ def test_rank_that_hangs_is_named_with_its_place_and_prints_its_stack(tiny_corpu
 
 
 QUICK = [
-    (1, "disk", 1, "refuse"),
+    (2, "folders", 0, "refuse"),
     (2, "joining", 1, "raise"),
     (2, "folders", 1, "sys.exit 0"),
     (2, "training", 0, "kill"),

@@ -1,16 +1,13 @@
 """The Kubernetes manifests are valid, and their environment starts a run of two launchers on this machine."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kubernetes_validate
-import processes
 import pytest
 import yaml
-from processes import Ended
 from ranks import read_metrics
 from tests_tiny import tiny_settings
-from training_command import REPOSITORY, SCRIPT, flags_of, free_port
+from training_command import REPOSITORY, SCRIPT, flags_of, run_nodes
 
 from megatron_neobert import errors
 
@@ -71,17 +68,11 @@ def test_pods_with_the_environment_of_the_manifest_train_one_run(tiny_corpus, tm
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     settings = tiny_settings(tiny_corpus, save=tmp_path / "run").with_section("training", train_iters=3)
-    processes.use_server()  # here, because two threads must not start it
-    port = str(free_port())
-
-    def launch(index: int) -> Ended:
-        variables = environment_of(job, index=index)
-        assert variables["NNODES"] == str(nodes)
+    environments = [environment_of(job, index=index) for index in range(nodes)]
+    for index, variables in enumerate(environments):
+        assert (variables["NNODES"], variables["NODE_RANK"]) == (str(nodes), str(index))
         assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NPROC_PER_NODE": "1"}
-        return processes.run_command("megatron_neobert.launch", SCRIPT, *flags_of(settings), environment=variables)
-
-    with ThreadPoolExecutor(nodes) as threads:
-        pods = list(threads.map(launch, range(nodes)))
+        variables["NPROC_PER_NODE"] = "1"
+    pods = run_nodes([["megatron_neobert.launch", SCRIPT, *flags_of(settings)]] * nodes, environments)
     assert [pod.code for pod in pods] == [0] * nodes, pods
     assert sorted(read_metrics(tmp_path / "run")) == [1, 2, 3]

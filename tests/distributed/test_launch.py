@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import failing_rank
 import psutil
 import pytest
 from processes import run_command
@@ -129,76 +130,37 @@ def test_without_a_gpu_there_is_a_rank_per_core_as_far_as_the_batch_allows(monke
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize(
-    ("batch", "first", "then"),
+    ("batch", "more", "variables", "first", "then"),
     [
-        (
-            2,
-            r"no GPU: 2 ranks on \d+ cores.*; NPROC_PER_NODE",
-            "on 2 CPU ranks, .* in 1 micro-batch of 1 packed ",
-        ),
-        (1, r"no GPU: 1 rank on \d+ cores, because the settings allow no more; NPROC_PER_NODE", "on 1 CPU rank, "),
+        (2, "", {}, r"no GPU: 2 ranks on \d+ cores.*; NPROC_PER_NODE",
+         "on 2 CPU ranks, .* in 1 micro-batch of 1 packed "),
+        (1, "", {}, r"no GPU: 1 rank on \d+ cores, because the settings allow no more; NPROC_PER_NODE",
+         "on 1 CPU rank, "),
+        (2, "--dry-run", {}, r"no GPU: planned for 2 ranks on \d+ cores.*; --gpus N plans for N GPUs", ""),
+        (2, "--dry-run", {"NNODES": "2"},
+         r"no GPU: planned for 1 rank on \d+ cores of each of 2 nodes, because .*; --gpus N plans", ""),
+        (2, "--dry-run --gpus 2", {}, "model ", ""),
+        (2, "--dry-run", {"NPROC_PER_NODE": "2"}, "model ", ""),
     ],
-)
-def test_the_first_line_of_a_run_on_a_cpu_has_the_number_of_ranks_that_was_chosen(tiny_corpus, batch, first, then):
-    variables = environment(1)
-    del variables["NPROC_PER_NODE"]
-    words = flags(tiny_corpus, train_iters=2, global_batch_size=batch, micro_batch_size=batch)
-    with start([*BASH, *words], variables) as process:
+)  # fmt: skip
+def test_first_line_without_a_gpu_has_the_chosen_ranks_unless_they_were_given(
+    tiny_corpus, batch, more, variables, first, then
+):
+    words = [*flags(tiny_corpus, train_iters=2, global_batch_size=batch, micro_batch_size=batch), *more.split()]
+    outside = {name: value for name, value in environment(1).items() if name != "NPROC_PER_NODE"}
+    with start([*BASH, *words], outside | variables) as process:
         lines = process.stdout.read().splitlines()
     assert process.returncode == 0 and re.match(first, lines[0]), lines
     assert any(re.search(then, line) for line in lines)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-@pytest.mark.parametrize(
-    ("more", "variables", "first"),
-    [
-        ([], {}, r"no GPU: planned for 2 ranks on \d+ cores.*; --gpus N plans for N GPUs"),
-        (
-            [],
-            {"NNODES": "2"},
-            r"no GPU: planned for 1 rank on \d+ cores of each of 2 nodes, because .*; --gpus N plans",
-        ),
-        (["--gpus", "2"], {}, "model "),
-        ([], {"NPROC_PER_NODE": "2"}, "model "),
-    ],
-    ids=str,
-)
-def test_first_line_of_a_plan_without_a_gpu_has_the_ranks_unless_they_were_given(tiny_corpus, more, variables, first):
-    words = [*flags(tiny_corpus, train_iters=2, global_batch_size=2, micro_batch_size=1), "--dry-run", *more]
-    outside = {name: value for name, value in environment(1).items() if name != "NPROC_PER_NODE"}
-    with start([*BASH, *words], outside | variables) as process:
-        lines = process.stdout.read().splitlines()
-    assert process.returncode == 0 and re.match(first, lines[0]), lines
-
-
-# The training command. Rank 1 sleeps before its fifth update.
-HANGING_SCRIPT = """
-import os, time
-from megatron_neobert.errors import run_command
-from megatron_neobert.pretrain import main
-from megatron_neobert.training import loop
-
-train_step = loop.train_step
-
-def hang(run, batches):
-    if run.state.iteration == 4 and os.environ["RANK"] == "1":
-        print("rank 1 sleeps", flush=True)
-        time.sleep(300)
-    return train_step(run, batches)
-
-loop.train_step = hang
-run_command(main)
-"""
-
-
 @pytest.mark.slow
-def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_path):
-    script = tmp_path / "hanging.py"
-    script.write_text(HANGING_SCRIPT)
-    command = [sys.executable, "-m", "megatron_neobert.launch", str(script), *flags_of(tiny_settings(tiny_corpus))]
-    with start(command, environment(2)) as process:
-        assert any("rank 1 sleeps" in line for line in process.stdout)
+def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus):
+    words = [failing_rank.__file__, *flags_of(tiny_settings(tiny_corpus))]
+    command = [sys.executable, "-m", "megatron_neobert.launch", *words]
+    modules = os.pathsep.join(sys.path)
+    with start(command, environment(2, FAULT="training:1:hang", PYTHONPATH=modules)) as process:
+        assert any("fault at" in line for line in process.stdout)
         ranks = psutil.Process(process.pid).children()
         for rank in ranks:  # a terminal sends Ctrl-C to all processes of the command
             rank.send_signal(signal.SIGINT)

@@ -1,13 +1,16 @@
-"""The training command of a user, and its environment."""
+"""The training command of a user, its environment, and launchers of several nodes."""
 
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
-from processes import clean_environment
+import processes
+from processes import Ended, clean_environment
 
 from megatron_neobert.config.schema import Settings
 
@@ -43,6 +46,25 @@ def flags_of(settings: Settings) -> list[str]:
                 values = value if isinstance(value, tuple) else (value,)
                 flags += [f"--{setting.name.replace('_', '-')}", *(str(one) for one in values if one is not True)]
     return flags
+
+
+def run_nodes(
+    commands: Sequence[Sequence[object]], variables: Sequence[dict[str, str]], *, limit_seconds: float | None = None
+) -> list[Ended]:
+    """Run the command of each node, a module and arguments, in forked processes until all have ended.
+
+    Args:
+        variables: Environment of each node, besides its number and the address of node 0.
+    """
+    processes.use_server()  # here, because two threads must not start it
+    common = {"NNODES": str(len(commands)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+
+    def run(rank: int) -> Ended:
+        environment = {**variables[rank], **common, "NODE_RANK": str(rank)}
+        return processes.run_command(*map(str, commands[rank]), environment=environment, limit_seconds=limit_seconds)
+
+    with ThreadPoolExecutor(len(commands)) as threads:
+        return list(threads.map(run, range(len(commands))))
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
+from json_files import write_jsonl
 from safetensors.numpy import save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 from unit.huggingface.tiny_neobert import build_model
@@ -137,13 +138,13 @@ def write_dataset(folder: Path) -> Path:
     (biosses,) = mteb.get_tasks(tasks=["BIOSSES"])
     write_parquet(folder / "BIOSSES" / biosses.metadata.revision / "test.parquet", scored)
     write_parquet(folder / "PAIRS.parquet", {"query": _TEXTS * 2, "positive": _TEXTS[::-1] * 2})
-    write_text(folder / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS))
+    write_jsonl(folder / "texts.jsonl", ({"text": text} for text in _TEXTS))
     return folder
 
 
 def write_texts(folder: Path) -> Path:
     """Write input files for preprocessing."""
-    write_text(folder / "a.jsonl", "".join(json.dumps({"content": text}) + "\n" for text in _TEXTS))
+    write_jsonl(folder / "a.jsonl", ({"content": text} for text in _TEXTS))
     write_parquet(folder / "b.parquet", {"content": _TEXTS})
     return folder
 

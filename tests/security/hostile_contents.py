@@ -1,6 +1,6 @@
 """Changes of valid files, and part of the message with which a reader refuses each.
 
-hostile_inputs.py has files that would run code, fuzzing.py has random changes, and
+hostile_inputs.py has files that would run code, test_fuzz.py has random changes, and
 tests/unit/data/corpus/test_corpus.py has damage inside an index.
 """
 

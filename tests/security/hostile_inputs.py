@@ -37,7 +37,6 @@ class Hostile(NamedTuple):
     refused_by: tuple[str, ...] | None = None
 
 
-TRAINING = ("train", "replay")
 READ_DATASETS = ("evaluate glue", "evaluate ner", "evaluate mteb")
 NO_COMMAND: tuple[str, ...] = ()
 SENTENCE_TRANSFORMERS = ("evaluate mteb", "train-embedder")

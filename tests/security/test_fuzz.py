@@ -1,16 +1,23 @@
 """Randomly changed inputs are refused with one of our errors and its exit code, or read correctly.
 
-No input may cause another exception, a hang, or the use of a gigabyte of memory.
+No input may cause another exception, a hang, or the use of a gigabyte of memory. The environment variable FUZZ_EXAMPLES
+multiplies the number of examples and makes every run different; without it, a run is short and always the same.
 """
 
+import copy
+import json
+import os
+import re
 import shutil
+import tempfile
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fuzzing import NUMBERS, TEXTS, examples, mutated_file
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 from readers import KINDS, Kind, read_settings
 from refusals import bounded
 
@@ -22,6 +29,118 @@ pytestmark = pytest.mark.slow
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 LONGEST = 5000  # characters of one problem; a ConfigError may have several
+set_hypothesis_home_dir(tempfile.gettempdir() + "/megatron_neobert_fuzz")  # not the working tree
+
+TIMES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+
+# fmt: off
+PLAIN_NUMBERS = [
+    0, 1, -1, 2, 4, 8, 127, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1,
+]
+# fmt: on
+NUMBERS = st.sampled_from([*PLAIN_NUMBERS, *(-number for number in PLAIN_NUMBERS[5:]), 10**30, 10**400])
+# fmt: off
+TEXTS = st.sampled_from([
+    "", " ", "0", "nan", "inf", "1e400", "5,000", "true", "null", "none", "../..", "/etc/passwd", "a\0b", "\ud800", "~",
+    "x" * 300, "[MASK]", "[PAD]", "\u0663", "\n", "\u202e", "%s", "{}", "*", "&a", "!!int x", "2024-99-99", "9" * 5000,
+])
+# fmt: on
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.sampled_from([0.5, -0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]),
+    TEXTS,
+    st.text(max_size=8),
+    # Later mutations change these in place.
+    st.sampled_from([[], {}, [[]], [{}], {"a": 1}, [1, "a"], [None] * 50]).map(copy.deepcopy),
+)
+
+
+def examples(count: int) -> settings:
+    """Return hypothesis settings for `count` examples, more with FUZZ_EXAMPLES, without a time limit."""
+    return settings(
+        max_examples=count * max(1, TIMES),
+        derandomize=not TIMES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+
+
+@st.composite
+def mutated(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return the content after one to three changes, or rarely unrelated bytes."""
+    if draw(st.integers(0, 30)) == 30:
+        return draw(st.binary(max_size=200))
+    changed = bytearray(content)
+    for _ in range(draw(st.integers(1, 3))):
+        change(draw, changed)
+    return bytes(changed)
+
+
+def change(draw: st.DrawFn, content: bytearray) -> None:
+    at = draw(st.integers(0, max(0, len(content) - 1)))
+    length = draw(st.integers(1, 40))
+    kind = draw(st.sampled_from(["bit", "number", "digits", "cut", "remove", "insert", "repeat"]))
+    if kind == "bit" and content:
+        content[at] ^= 1 << draw(st.integers(0, 7))
+    elif kind == "number":
+        size = draw(st.sampled_from([1, 2, 4, 8]))
+        content[at : at + size] = (draw(NUMBERS) % 256**size).to_bytes(size, "little")
+    elif kind == "digits" and (digits := re.compile(rb"\d+").search(content, at)):
+        content[digits.start() : digits.end()] = str(draw(NUMBERS)).encode()
+    elif kind == "cut":
+        del content[at:]
+    elif kind == "remove":
+        del content[at : at + length]
+    elif kind == "insert":
+        content[at:at] = draw(st.binary(min_size=1, max_size=8))
+    elif kind == "repeat":
+        content[at:at] = content[at : at + length] * draw(st.sampled_from([1, 2, 50]))
+
+
+@st.composite
+def mutated_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
+    """Return a mutated file; half of the time, JSON is changed by entries and safetensors only in the header."""
+    if name.endswith(".json") and draw(st.booleans()):
+        return draw(mutated_json(json.loads(content)))
+    if name.endswith(".safetensors") and draw(st.booleans()):
+        end = 8 + int.from_bytes(content[:8], "little")
+        return draw(mutated(content[:end])) + content[end:]
+    return draw(mutated(content))
+
+
+@st.composite
+def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
+    """Return the JSON text of a state with one to three entries replaced, removed, renamed or swapped."""
+    changed = json.loads(json.dumps(state))
+    for _ in range(draw(st.integers(1, 3))):
+        holders = [holder for holder in holders_in(changed) if holder]
+        if not holders:
+            break
+        holder = draw(st.sampled_from(holders))
+        keys = st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        key, kind = draw(keys), draw(st.sampled_from(["value", "value", "remove", "rename", "swap"]))
+        if kind == "value":
+            holder[key] = draw(VALUES)
+        elif kind == "remove":
+            del holder[key]
+        elif kind == "rename" and isinstance(holder, dict):
+            holder[draw(TEXTS)] = holder.pop(key)
+        else:
+            other = draw(keys)
+            holder[key], holder[other] = holder[other], holder[key]
+    return json.dumps(changed).replace("Infinity", "1e999").encode()
+
+
+def holders_in(state: Any) -> list[Any]:
+    """Return every dict and list in a state, the state first."""
+    if not isinstance(state, (dict, list)):
+        return []
+    entries = state.values() if isinstance(state, dict) else state
+    return [state, *(holder for entry in entries for holder in holders_in(entry))]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -60,7 +60,7 @@ COMMAND_LINES = [
     (["--hidden-size", "1000000000001"], 2, "--hidden-size 1000000000001 is not a multiple"),
     (["--save", os.fsdecode(b"caf\xe9")], 2, "--save 'caf\\udce9' is not a text in UTF-8"),
     (["--unknown-" + "x" * 9999], 2, "unknown flag --unknown-xxx"),
-    (["--"], 2, "unknown flag --"),
+    (["--"], 2, "'--' is not the value of any flag"),
     (["--data-path", "a:min=٣"], 2, "':min=٣' is not a limit"),
     (["--data-path", "1", "a", "1", "a"], 2, "names a 2 times; name it once"),
     (["--data-path", *["1", "a"] * 1025], 2, "names 1,025 corpora, more than 1,024"),

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_neobert.config.cli import PlanOptions, read_settings
 from megatron_neobert.config.phases import fit_micro_batch
-from megatron_neobert.config.schema import Settings, TrainingConfig
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.planning.assumed_data import open_or_assume_phases
 from megatron_neobert.planning.forecast import forecast_phases
 from megatron_neobert.planning.network import Traffic, gradient_buckets, plan_step, traffic_seconds
@@ -108,15 +108,6 @@ def test_a_step_waits_for_the_host_if_kernels_are_short_and_for_the_stages_of_a_
     assert waiting(settings, 10) == pytest.approx(0)
     # 16 replicas of four stages: a step has three more micro-batches than a replica computes.
     assert waiting(settings, 10, pipeline_model_parallel_size=4) == pytest.approx(3 * 10 / 16)
-
-
-def test_the_micro_batch_is_the_largest_that_divides_the_global_batch():
-    settings = Settings(training=TrainingConfig(micro_batch_size=64, global_batch_size=2048 * 3))
-    sizes = {}
-    for gpus in (8, 64, 96, 1024, 4096):
-        fitted = fit_micro_batch(settings, world_size=gpus)
-        sizes[gpus] = fitted and fitted.training.micro_batch_size
-    assert sizes == {8: 64, 64: 48, 96: 64, 1024: 6, 4096: None}
 
 
 # ---- docs/performance.md

@@ -94,7 +94,7 @@ def test_one_ctrl_c_is_announced_by_one_rank_or_by_the_launcher(monkeypatch, ran
     monkeypatch.setattr(signals, "_announce_stop", lambda: announced.append(dict(os.environ)))
     monkeypatch.setattr(signals._group_is_formed, "is_set", lambda: True)
     for variables in ranks:
-        monkeypatch.setattr(signals, "_signals_handled", [])
+        monkeypatch.setattr(signals, "_signals_received", [])
         for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
@@ -107,7 +107,7 @@ def receive_sigterm_and_one_interrupt() -> None:
     rank_in_a_group()
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
-    while len(signals._signals_handled) < 2:
+    while len(signals._signals_received) < 2:
         time.sleep(0.01)
     assert reason_of(signals.requested_stop(Settings())) == "a stop signal was received"
 
