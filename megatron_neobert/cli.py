@@ -27,31 +27,23 @@ _PATH_MAX = 4096  # bytes of a path on Linux, with the final null byte
 _FLAG = re.compile(r"(--?[^\W\d][^\s=]*)(?:=|\Z)")  # not a negative number
 
 
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    choices: Sequence[str] = (),
-    minimum: float | None = None,
-    **metadata: Any,
-) -> Any:
+def option(default: Any = MISSING, help: str = "", *, minimum: float | None = None, **metadata: Any) -> Any:
     """Return a dataclass field that is also a command-line flag. A field without `default` is required.
 
     Args:
         help: Help line of the flag, without the default value.
-        choices: Allowed values of a text field. A field of type Literal takes them from its type.
         minimum: Smallest allowed number.
         metadata: Any of:
             `flag`: flag name, if it differs from the field name.
             `metavar`: placeholder of the value in the help.
             `positional=True`: an argument without a flag.
             `repeat=True`: a list whose flag takes one value and can be repeated.
-            `completed`: values that a shell suggests.
+            `choices`: allowed values of a text field. A field of type Literal takes them from its type.
             `is_path=True`: a path of the user's machine, which published reports leave out.
             `group`: help heading of this field and of the fields after it.
             `read(text)`: parser of the value; raises ValueError if the text is invalid.
     """
-    return field(default=default, metadata={**metadata, "help": help, "choices": tuple(choices), "minimum": minimum})
+    return field(default=default, metadata={**metadata, "help": help, "minimum": minimum})
 
 
 def flag_of(name: str) -> str:
@@ -350,8 +342,8 @@ def add_flags(
             settings |= {"nargs": "+", "action": "store" if negatable or not names else "extend"}
         action = container.add_argument(*names, **settings)
         # Only the shell gets the choices: argparse would stop at the first wrong value, and we report all of them.
-        if completions := item.metadata.get("completed") or item.choices:
-            setattr(action, "completer", lambda values=completions, **_: values)  # noqa: B010  argcomplete's attribute
+        if item.choices:
+            setattr(action, "completer", lambda values=item.choices, **_: values)  # noqa: B010  argcomplete's attribute
 
 
 def _help_of(item: OptionField) -> str:

@@ -27,7 +27,7 @@ import msgspec
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of, sync_to_disk
-from megatron_neobert.runtime.folder_kinds import MANIFEST, remedy_for_run
+from megatron_neobert.runtime.folder_kinds import MANIFEST
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import (
     RECORD,
@@ -80,8 +80,13 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
     """
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
-        named = "name the folder given to --save; a run writes its first checkpoint after --save-interval iterations"
-        raise MissingInputError(f"{save} holds no checkpoint; {remedy_for_run(save, otherwise=named)}.")
+        remedy = "name the folder given to --save; a run writes its first checkpoint after --save-interval iterations"
+        if (save / "config.json").is_file():
+            remedy = (
+                "it is a Hugging Face folder; make a checkpoint of it: neobert convert hf-to-megatron --load "
+                f"{save} --output DIR"
+            )
+        raise MissingInputError(f"{save} holds no checkpoint; {remedy}.")
     if iteration is None:
         iteration = max(by_iteration)
     if iteration not in by_iteration:

@@ -1,4 +1,4 @@
-"""Remedies in the message about a folder of the wrong kind. The kind is read from the names of its files."""
+"""Remedy in the message about a folder of the wrong kind, which is read from the names of its files."""
 
 from pathlib import Path
 
@@ -19,13 +19,3 @@ def why_no_model(folder: Path) -> str:
     if folder.is_dir():
         return "a folder without config.json; name a Hugging Face folder"
     return f"no such folder{suggest_path(folder, otherwise=';')} name a Hugging Face folder"
-
-
-def remedy_for_run(folder: Path, *, otherwise: str) -> str:
-    """Return how to get a checkpoint from a Hugging Face folder; for any other path return `otherwise`."""
-    if (folder / "config.json").is_file():
-        return (
-            "it is a Hugging Face folder; make a checkpoint of it: neobert convert hf-to-megatron --load "
-            f"{folder} --output DIR"
-        )
-    return otherwise
