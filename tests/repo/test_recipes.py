@@ -141,8 +141,8 @@ def test_documentation_lists_the_recipe_with_its_parameters(recipe):
 @each_recipe
 def test_recipe_is_valid_and_has_the_planned_parameters(recipe, corpus, no_process_group_left, monkeypatch, capsys):
     """The model is built at full size on the meta device, where no weight is allocated."""
-    # 8: the paper's machine.
-    ranks = 1 if recipe.parent.name == "speedrun" or recipe.stem == "half_hour" else 2 if recipe.stem in ("tiny", "cpu_hour") else 8
+    small = {"half_hour": 1, "tiny": 2, "cpu_hour": 2}
+    ranks = 1 if recipe.parent.name == "speedrun" else small.get(recipe.stem, 8)  # 8: the paper's machine
     settings = settings_of(recipe, corpus, ranks=ranks)
     assert print_plan(settings, open_phases(settings), PlanOptions(), world_size=ranks) == 0
     planned = count_parameters(settings.model, vocab_size=corpus.vocab_size).total
