@@ -70,8 +70,7 @@ def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: i
     Return the corpus prefix, and the path of the vocabulary of `vocab_size` tokens, special tokens included. Each word
     is one token. Lengths in words are log-normal with median `median_tokens`, cut at `longest`.
     """
-    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-    from megatron_neobert.data.preprocessing.run import preprocess
+    from megatron_neobert.data.preprocessing.run import PreprocessSettings, plan_preprocessing, preprocess
 
     rng = random.Random(0)
     words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]

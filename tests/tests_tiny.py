@@ -45,8 +45,7 @@ class TinyCorpus(NamedTuple):
 
 def build_corpus(folder: Path, texts: Sequence[str], *, name: str, vocab_size: int) -> TinyCorpus:
     """Written by the real tools, with a tokenizer learned from the texts."""
-    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-    from megatron_neobert.data.preprocessing.run import preprocess
+    from megatron_neobert.data.preprocessing.run import PreprocessSettings, plan_preprocessing, preprocess
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
     shard = folder / "shard.jsonl"

@@ -27,7 +27,7 @@ from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import RecordBatch
 from megatron_neobert.data.preprocessing import run
 from megatron_neobert.data.preprocessing.filters import apply_filters
-from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import Plan, PreprocessSettings, is_complete, plan_preprocessing
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, DataError
 from megatron_neobert.runtime.jobs import JobFolder
 from megatron_neobert.text import counted, duration, percent, visible, with_prefix
@@ -62,14 +62,16 @@ def preprocess(options: PreprocessSettings) -> int:
         if options.dry_run:
             print_plan(plan)
         elif options.jobs.resume and is_complete(plan):
-            JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
+            JobFolder(plan.settings.files.partial).sweep()  # left by a run that was killed at its very end
             advice = "; to change --shard-size, add --overwrite" if options.shard_size else ""
-            print(f"{plan.files.manifest} is complete; nothing to do{advice}")
+            print(f"{plan.settings.files.manifest} is complete; nothing to do{advice}")
         else:
             if plan.encoder.note:
                 print(f"note: {plan.encoder.note}", file=sys.stderr)
             warn_of_absent_fields(plan)
-            print_report(plan, run.preprocess(plan))
+            started = time.monotonic()
+            counts = run.preprocess(plan)
+            print_report(plan, counts, seconds=time.monotonic() - started)
     except StopRequested as stop:
         kept = describe_kept_chunks(options) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
@@ -117,9 +119,9 @@ def print_plan(plan: Plan) -> None:
     )
     print_sample(plan)
     warn_of_absent_fields(plan)
-    folder = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
+    folder = next(folder for folder in plan.settings.files.bin.absolute().parents if folder.exists())
     print(f"{with_prefix(shutil.disk_usage(folder).free, 'B')} free at {folder}")
-    print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
+    print(f"would write {plan.settings.files.bin}, {plan.settings.files.idx.name}, {plan.settings.files.manifest.name}")
 
 
 def print_sample(plan: Plan) -> None:
@@ -136,8 +138,11 @@ def print_sample(plan: Plan) -> None:
             batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
             encoded = plan.encoder.encode_batch(batch.texts)
             for number in range(min(2 - documents, len(batch.texts))):
+                line = " ".join(batch.texts[number][:400].split())
+                print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
                 start, length = encoded.lengths[:number].sum(), encoded.lengths[number]
-                print_document(batch.texts[number], encoded.ids[start : start + length].tolist())
+                shown = " ".join(map(str, encoded.ids[start : start + min(length, 16)].tolist()))
+                print(f"ids   {shown}{' ...' if length > 16 else ''}  ({length:,} ids)")
                 if keys := plan.settings.read.record_keys:
                     values = ((key, plain_value(batch.fields[number].get(key))) for key in keys)
                     print(f"keys  {visible(', '.join(f'{key}={value!r}' for key, value in values))}")
@@ -204,31 +209,24 @@ def warn_of_unknown_text(counts: Counts) -> None:
         )
 
 
-def print_document(text: str, ids: list[int]) -> None:
-    """Print the start of a document as text and as ids."""
-    line = " ".join(text[:400].split())
-    print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
-    print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} ids)")
-
-
-def print_report(plan: Plan, report: run.PreprocessReport) -> None:
+def print_report(plan: Plan, counts: Counts, *, seconds: float) -> None:
     """Print counts and files of a finished run; warnings go to stderr."""
-    counts = report.counts
-    for left_out in report.manifest.quarantined.values():
+    corpus = Corpus(plan.settings.files.manifest.with_suffix(""))
+    manifest = corpus.manifest
+    for left_out in manifest.quarantined.values():
         print(f"warning: left out by --quarantine: {visible(left_out.reason)}", file=sys.stderr)
     warn_of_unknown_text(counts)
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "
-        f"{report.seconds:.1f} s | {', '.join(report.manifest.tokenizer_backends)}"
+        f"{seconds:.1f} s | {', '.join(manifest.tokenizer_backends)}"
     )
-    corpus = Corpus(plan.files.manifest.with_suffix(""))
     for name, value in corpus.describe().items():
         if name not in _IN_FIRST_LINE and not value.startswith(("none", "0 ", "0.0 %")):
             print(f"  {name:<18} {value}")
-    columns = attribute_types(corpus) if report.manifest.attributes else {}
+    columns = attribute_types(corpus) if manifest.attributes else {}
     if without_value := [name for name, kind in columns.items() if kind == "null"]:
         print(f"warning: no document has a value of {', '.join(without_value)} (--record-key)", file=sys.stderr)
-    shards = len(report.manifest.shards)
+    shards = len(manifest.shards)
     files = ".bin, .idx, .json" if shards == 1 else f"{shards:,} pairs of .bin and .idx, .json"
-    rejects = f" and {plan.files.rejects}" if counts.rejected else ""
+    rejects = f" and {plan.settings.files.rejects}" if counts.rejected else ""
     print(f"wrote {corpus.prefix} ({files}){rejects}; train with --data-path {corpus.prefix}")

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from unit.data.small_corpus import write_vocabulary
 
+from megatron_neobert.data.corpus.format import Counts
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
-from megatron_neobert.data.preprocessing import plan as plan_module
-from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
+from megatron_neobert.data.preprocessing import run as run_module
+from megatron_neobert.data.preprocessing.run import PreprocessSettings, plan_preprocessing, preprocess
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.runtime.jobs import JobOptions
 
@@ -46,7 +46,7 @@ class Workspace:
         }
         return PreprocessSettings(**{**defaults, **changes}, read=ReadSettings(**read), jobs=JobOptions(**jobs))
 
-    def run(self, name="run", **changes) -> PreprocessReport:
+    def run(self, name="run", **changes) -> Counts:
         return preprocess(plan_preprocessing(self.settings(name, **changes)))
 
     def corpus(self, name="run") -> Corpus:
@@ -93,7 +93,7 @@ def add_mixed_inputs(workspace):
 def cut_small(monkeypatch, chunk_bytes):
     """Make input files of a few kB have several chunks."""
     monkeypatch.setattr(
-        plan_module, "split_into_chunks", lambda path, read: split_into_chunks(path, read, chunk_bytes=chunk_bytes)
+        run_module, "split_into_chunks", lambda path, read: split_into_chunks(path, read, chunk_bytes=chunk_bytes)
     )
 
 

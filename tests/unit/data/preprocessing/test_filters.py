@@ -8,7 +8,7 @@ import pytest
 from commands import run_forked
 from unit.data.preprocess_workspace import arguments_of, decoded
 
-from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.data.preprocessing.run import plan_preprocessing
 from megatron_neobert.errors import ConfigError, DataError
 
 FILTERS = """

@@ -14,8 +14,7 @@ from unit.data.preprocess_workspace import WORDS, Workspace, add_mixed_inputs, c
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus.reader import check_content
-from megatron_neobert.data.preprocessing.plan import plan_preprocessing
-from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.data.preprocessing.run import plan_preprocessing, preprocess
 from megatron_neobert.errors import ConfigError, DataError
 
 
@@ -42,7 +41,7 @@ def test_every_record_is_kept_rejected_or_dropped_and_rejects_are_listed(workspa
     workspace.add_lines("b.jsonl", "broken", '{"content": 1}', "", '{"text": "x"}', '{"content": "\\u200b"}')
     with (workspace.inputs / "b.jsonl").open("ab") as stream:
         stream.write(b'\xff\n{"content": "world"}\n')
-    report = workspace.run()
+    counts = workspace.run()
     expected = [
         ("a.parquet", "row", 1, "null text", {"raw": ""}),
         ("b.jsonl", "line", 1, "malformed JSON", {"raw": "broken"}),
@@ -59,7 +58,7 @@ def test_every_record_is_kept_rejected_or_dropped_and_rejects_are_listed(workspa
     manifest = workspace.corpus().manifest
     assert manifest.rejected == {"malformed JSON": 2, "missing key": 1, "null text": 1, "text is not a string": 1}
     assert manifest.dropped == {"empty text": 1, "no tokens": 1}
-    assert (manifest.records, manifest.documents) == (9, 2) == (report.counts.records, report.counts.documents)
+    assert (manifest.records, manifest.documents) == (9, 2) == (counts.records, counts.documents)
     assert decoded(workspace) == ["hello", "world"]
 
 
@@ -68,7 +67,7 @@ def test_run_ends_only_if_the_error_rate_exceeds_its_bound(workspace, good, allo
     """1 of 999 is above 0.001, 1 of 1,000 is not."""
     workspace.add_lines("a.jsonl", "broken", *['{"content": "hello"}'] * good)
     if allowed:
-        assert workspace.run(max_error_rate=0.001).counts.records == 1000
+        assert workspace.run(max_error_rate=0.001).records == 1000
     else:
         message = r"1 of 999 records .*\(0\.10 %\).* --max-error-rate 0\.001 .*1 malformed JSON\); .*a\.jsonl, "
         with pytest.raises(DataError, match=message + "line 1: malformed JSON"):

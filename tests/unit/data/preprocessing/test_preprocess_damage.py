@@ -12,7 +12,7 @@ from unit.data.preprocess_workspace import cut_small, decoded
 
 from megatron_neobert.data.corpus.format import BackendRecord
 from megatron_neobert.data.preprocessing import chunks as chunks_module
-from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import is_complete, plan_preprocessing
 from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
 from megatron_neobert.errors import ConfigError, DataError

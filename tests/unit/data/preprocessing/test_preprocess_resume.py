@@ -5,7 +5,7 @@ from unit.data.preprocess_workspace import add_mixed_inputs
 
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
-from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import is_complete, plan_preprocessing
 
 
 class StoppedByTest(Exception):
