@@ -50,67 +50,33 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
     # If the partial folder exists, an earlier call was killed while it moved these files to their final names.
     if (existing := files.existing_files()) and not files.partial.exists():
         raise OutputError(f"{existing[0]} has no manifest, but the new corpus needs this name; move the file away")
-    megatron = _MegatronIndex(source)
+    shard = MappedShard(source.bin, source.idx)
+    shard.check_index(shard.pointers)
     with JobFolder(files.partial) as folder:
-        chunk, eod_id = _write_chunk(folder.path, source, megatron, tokenizer)
-        write_corpus([chunk], files, tokenizer, dtype=megatron.dtype, text_key="", filters={})
+        chunk, eod_id = _write_chunk(folder.path, source, shard, tokenizer)
+        write_corpus([chunk], files, tokenizer, dtype=shard.dtype, text_key="", filters={})
     return Corpus(f"{prefix}_documents"), eod_id
 
 
-class _MegatronIndex:
-    """The documents of Megatron's .idx, each of which is a run of sequences.
-
-    Raise DataError if the index contradicts itself or the size of the .bin.
-    """
-
-    def __init__(self, files: CorpusFiles) -> None:
-        self._shard = shard = MappedShard(files.bin, files.idx)
-        self.dtype, boundaries, sequences = shard.dtype, shard.boundaries, shard.lengths.size
-        at_boundaries = HEADER.size + 12 * sequences
-        shard.check_index(shard.pointers)
-        if boundaries[0] != 0 or boundaries[-1] != sequences:
-            found = f"{boundaries[0]} to {boundaries[-1]}"
-            raise damage_error(files.idx, at_boundaries, f"document boundaries from 0 to {sequences}", found)
-        self.documents = self.empty = 0
-        for document_lengths in self.document_lengths():
-            if (document_lengths < 0).any():
-                raise damage_error(files.idx, at_boundaries, "ascending document boundaries", "descending ones")
-            self.documents += int(np.count_nonzero(document_lengths))
-            self.empty += int(np.count_nonzero(document_lengths == 0))
-        if not self.documents:
-            raise DataError(f"{files.idx}: {self.empty:,} documents, all empty; a corpus needs one document or more")
-
-    def document_lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the number of tokens of each document, in consecutive arrays. An empty document has 0."""
-        shard = self._shard
-        for first in range(0, len(shard.boundaries) - 1, _STEP):
-            boundaries = shard.boundaries[first : first + _STEP + 1]
-            has_pointer = boundaries < len(shard.pointers)
-            begins = np.full(len(boundaries), shard.end)
-            begins[has_pointer] = shard.pointers[boundaries[has_pointer]]
-            yield np.diff(begins) // self.dtype.itemsize
-
-
 def _write_chunk(
-    folder: Path, source: CorpusFiles, megatron: _MegatronIndex, tokenizer: Tokenizer
+    folder: Path, source: CorpusFiles, shard: MappedShard, tokenizer: Tokenizer
 ) -> tuple[Finished[TokenizedChunk], int | None]:
     """Write all documents that are not empty as one chunk: 0.ids, 0.lengths and an empty 0.rejects in `folder`.
 
-    Return the chunk, and the end-of-document id that was removed, or None. Raise DataError if an id may not occur in a
-    document, or if some documents, but not all, end with a special token.
+    Return the chunk, and the end-of-document id that was removed, or None. Raise DataError if the document boundaries
+    are wrong, an id may not occur in a document, or some documents, but not all, end with a special token.
     """
     allowed = AllowedIds(tokenizer.special_ids, unknown=tokenizer.unk_id, vocab_size=tokenizer.vocab_size)
-    digest, counts, eod_id = hashlib.sha256(), Counts(), None
-    if megatron.empty:
-        counts.dropped[NO_TOKENS] = megatron.empty
+    digest, counts, empty, eod_id = hashlib.sha256(), Counts(), 0, None
     with (
         NewFile(folder / "0.ids") as ids_file,
         NewFile(folder / "0.lengths") as lengths_file,
         source.bin.open("rb") as stream,
     ):
-        for lengths in megatron.document_lengths():
+        for lengths in _document_lengths(shard):
+            empty += int(np.count_nonzero(lengths == 0))
             lengths = lengths[lengths > 0]
-            ids = np.fromfile(stream, megatron.dtype, int(lengths.sum()))
+            ids = np.fromfile(stream, shard.dtype, int(lengths.sum()))
             digest.update(ids.data)
             ends = np.cumsum(lengths) - 1
             # No text contains a special token, so one at the end of the first document is an end-of-document token.
@@ -135,9 +101,34 @@ def _write_chunk(
             lengths_file.write(lengths.astype("<i4").data)
             counts.unknown_tokens += int(np.count_nonzero(ids == allowed.unknown))
             counts.documents, counts.tokens = counts.documents + lengths.size, counts.tokens + ids.size
+        if not counts.documents:
+            raise DataError(f"{shard.idx}: {empty:,} documents, all empty; a corpus needs one document or more")
+        if empty:
+            counts.dropped[NO_TOKENS] = empty
         if eod_id is None:
             ids_file.link(source.bin.resolve(), sha256=digest.hexdigest())
         files = {"ids": ids_file.commit(), "lengths": lengths_file.commit()}
     (folder / "0.rejects").touch()
     chunk = TokenizedChunk("0", source.bin.name, source.bin.stat().st_size, digest.hexdigest(), counts)
     return Finished("", files, chunk), eod_id
+
+
+def _document_lengths(shard: MappedShard) -> Iterator[NDArray[np.int64]]:
+    """Yield the number of tokens of each document of Megatron's .idx, which is a run of sequences, in arrays.
+
+    An empty document has 0. Raise DataError if the boundaries of the documents contradict the index.
+    """
+    boundaries, sequences = shard.boundaries, shard.lengths.size
+    at_boundaries = HEADER.size + 12 * sequences
+    if boundaries[0] != 0 or boundaries[-1] != sequences:
+        found = f"{boundaries[0]} to {boundaries[-1]}"
+        raise damage_error(shard.idx, at_boundaries, f"document boundaries from 0 to {sequences}", found)
+    for first in range(0, len(boundaries) - 1, _STEP):
+        step = boundaries[first : first + _STEP + 1]
+        has_pointer = step < sequences
+        begins = np.full(len(step), shard.end)
+        begins[has_pointer] = shard.pointers[step[has_pointer]]
+        lengths = np.diff(begins) // shard.dtype.itemsize
+        if (lengths < 0).any():
+            raise damage_error(shard.idx, at_boundaries, "ascending document boundaries", "descending ones")
+        yield lengths

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
+from megatron_neobert.runtime.new_file import FileRecord
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -59,8 +62,8 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def join_columns(path: Path, chunks: Sequence[Path]) -> None:
-    """Write a Parquet file with the attributes of all documents; replace an existing file.
+def join_columns(path: Path, chunks: Sequence[Path]) -> FileRecord:
+    """Write a Parquet file with the attributes of all documents, as `write_columns` does.
 
     `chunks` are files with the content of `pack_columns`.
     """
@@ -81,11 +84,14 @@ def join_columns(path: Path, chunks: Sequence[Path]) -> None:
     schema = pa.schema(
         [(name, _common_type(found, (table[name] for table in read_chunks()))) for name, found in types.items()]
     )
-    write_columns(path, schema, (table.cast(schema, safe=False) for table in read_chunks()))
+    return write_columns(path, schema, (table.cast(schema, safe=False) for table in read_chunks()))
 
 
-def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]") -> None:
-    """Write the rows of all tables as a Parquet file, in row groups of 2^17 documents. An existing file is replaced."""
+def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]") -> FileRecord:
+    """Write the rows of all tables as a Parquet file, in row groups of 2^17 documents, and wait until it is on disk.
+
+    An existing file is replaced.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -101,6 +107,8 @@ def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]")
                 pending = pending[whole_groups:]
         if len(pending):
             writer.write_table(pending.combine_chunks(), _ROW_GROUP)
+    sync_to_disk(path)
+    return FileRecord(path.stat().st_size, sha256_of(path))
 
 
 def _to_array(values: Sequence[Plain]) -> "pa.Array":

@@ -1,10 +1,10 @@
 """Document attributes, and the choice of documents by an expression over them.
 
-PREFIX.attributes.parquet has one row per document, in the order of the corpus, and one column per --record-key. Files
-of attributes that were added later have the same rows (added_attributes.py). Two attributes need no column: `length`
-(the tokens of a document) is in the index, and `input` (the name of its input file) follows from the manifest. An
-expression is evaluated once, in steps of bounded memory. The result has one bit per document, so 10^9 documents take
-125 MB.
+PREFIX.attributes.parquet has one row per document, in the order of the corpus, and one column per --record-key.
+Attributes that were added to the finished corpus are in PREFIX.attributes_00000.parquet and so on, with the same rows.
+Two attributes need no column: `length` (the tokens of a document) is in the index, and `input` (the name of its input
+file) follows from the manifest. An expression is evaluated once, in steps of bounded memory. The result has one bit per
+document, so 10^9 documents take 125 MB.
 """
 
 import ast
@@ -17,14 +17,17 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.config.expressions import names_in, parse_expression
-from megatron_neobert.data.corpus.attribute_columns import DERIVED
+from megatron_neobert.data.corpus.attribute_columns import DERIVED, attribute_name, write_columns
 from megatron_neobert.data.corpus.drop_list import read_drop_list
-from megatron_neobert.data.corpus.format import DAMAGED
+from megatron_neobert.data.corpus.format import DAMAGED, write_manifest
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.runtime.jobs import JobFolder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -273,3 +276,51 @@ def _type_of(arrow_type: "pa.DataType") -> str:
     if types.is_boolean(arrow_type):
         return "true or false"
     return "a text" if types.is_string(arrow_type) or types.is_large_string(arrow_type) else str(arrow_type)
+
+
+def attributes_folder(corpus: Corpus) -> JobFolder:
+    """Return the context manager of PREFIX.attributes.partial. Its lock allows one addition to a corpus at a time."""
+    return JobFolder(corpus.files.attributes.absolute().with_suffix(".partial"))
+
+
+def is_added(corpus: Corpus, origin: str, name: str) -> bool:
+    """Return True if an attribute of this origin was added already.
+
+    Otherwise, raise ConfigError if the corpus has an attribute `name`, or an expression could not name it.
+    """
+    if origin in corpus.manifest.added_attributes:
+        return True
+    if name in attribute_types(corpus):
+        raise ConfigError(f"{corpus.prefix} has the attribute {name} already; choose another name")
+    if not name.isidentifier() or attribute_name(name) != name:
+        raise ConfigError(
+            f"{name!r} cannot name an attribute; use ASCII letters, digits and _, and no keyword of Python"
+        )
+    return False
+
+
+def add_attribute(corpus: Corpus, origin: str, name: str, values: Sequence[Any] | NDArray[Any]) -> None:
+    """Add an attribute with one value per document to a corpus, unless it has one of this origin.
+
+    `origin` states what computed the attribute, for the manifest. Raise DataError if the corpus has been written again
+    since it was opened. The file gets its name before the manifest lists it, so a kill at any moment leaves the corpus
+    without the attribute or with all of it. Token ids do not change, and neither does `Manifest.documents_sha256`.
+    """
+    import pyarrow as pa
+
+    table = pa.table({name: values})
+    with attributes_folder(corpus) as folder:
+        work = folder.path / "column.parquet"
+        record = write_columns(work, table.schema, [table])
+        current, files = Corpus(corpus.prefix), corpus.files
+        if current.manifest.documents_sha256 != corpus.manifest.documents_sha256:
+            raise DataError(
+                f"{corpus.prefix} has been written again since this run began; start again with --overwrite"
+            )
+        if is_added(current, origin, name):
+            return
+        added = current.manifest.added_attributes
+        path = files.added_attributes(len(added))
+        work.replace(path)
+        sync_to_disk(path.parent)
+        write_manifest(files.manifest, replace(current.manifest, added_attributes=added | {origin: record}))

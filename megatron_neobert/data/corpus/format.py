@@ -10,7 +10,7 @@ import glob
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -55,18 +55,13 @@ class CorpusFiles(NamedTuple):
     # Exists only if preprocessing kept document attributes; `attribute_files` has all files of attributes.
     attributes: Path
 
-    @property
-    def name(self) -> str:
-        """Last component of the prefix; every file name begins with it."""
-        return self.manifest.name.removesuffix(".json")
-
     def shard_files(self, shards: int) -> list[tuple[Path, Path]]:
         """Return the paths of .bin and .idx of each corpus shard, for a corpus with this number of shards."""
         return [(self.bin, self.idx)] if shards == 1 else list(map(self.numbered_shard, range(shards)))
 
     def numbered_shard(self, number: int) -> tuple[Path, Path]:
         """Return the paths of .bin and .idx of one corpus shard, for a corpus with several shards."""
-        name = f"{self.name}_{number:05d}"
+        name = f"{self.manifest.stem}_{number:05d}"
         return self.bin.with_name(f"{name}.bin"), self.bin.with_name(f"{name}.idx")
 
     def attribute_files(self, manifest: "Manifest") -> list[tuple[Path, FileRecord]]:
@@ -76,7 +71,7 @@ class CorpusFiles(NamedTuple):
 
     def added_attributes(self, number: int) -> Path:
         """Return the path of a file of attributes that were added to the finished corpus, counted from 0."""
-        return self.attributes.with_name(f"{self.name}.attributes_{number:05d}.parquet")
+        return self.attributes.with_name(f"{self.manifest.stem}.attributes_{number:05d}.parquet")
 
     def existing_files(self) -> list[Path]:
         """Return the existing .bin, .idx and attributes files of the corpus with this prefix, without the manifest.
@@ -92,7 +87,7 @@ class CorpusFiles(NamedTuple):
                 if pair[0].with_suffix(".json").exists() or not any(file.exists() for file in pair):
                     break
                 pairs.append(pair)
-        added = self.attributes.parent.glob(f"{glob.escape(self.name)}.attributes_*.parquet")
+        added = self.attributes.parent.glob(f"{glob.escape(self.manifest.stem)}.attributes_*.parquet")
         return [file for file in (*sum(pairs, ()), self.attributes, *sorted(added)) if file.exists()]
 
 
@@ -264,8 +259,23 @@ def read_manifest(path: Path) -> Manifest:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
         raise DataError(f"{path}: {error}; {DAMAGED}") from error
-    if (problem := next(_contradictions(manifest), None)) is not None:
-        raise DataError(f"{path}: {problem}; {DAMAGED}")
+    special = {*manifest.special_ids, *manifest.special_tokens.values()}
+    problems = []
+    if "unk" not in manifest.special_tokens:
+        problems.append(f"special_tokens has no unk, but only {', '.join(manifest.special_tokens) or 'nothing'}")
+    if not all(id_ < manifest.vocab_size for id_ in special):
+        problems.append(f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}")
+    records = [manifest.documents, *manifest.rejected.values(), *manifest.dropped.values()]
+    sums = [("records", "documents, rejected and dropped", records)]
+    for name in ("documents", "tokens"):
+        for parts, entries in (("shards", manifest.shards), ("inputs", manifest.inputs.values())):
+            sums.append((name, parts, [getattr(entry, name) for entry in entries]))
+    for name, parts, counts in sums:
+        found = getattr(manifest, name)
+        if counts and sum(counts) != found:
+            problems.append(f"expected {name} {sum(counts)}, the sum over its {parts}, found {found}")
+    if problems:
+        raise DataError(f"{path}: {problems[0]}; {DAMAGED}")
     return manifest
 
 
@@ -278,20 +288,3 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         del content["added_attributes"]
     # Written as ASCII: a path that is not valid UTF-8 has surrogates (\udcXX), which JSON can only escape.
     replace_file(path, json.dumps(content, indent=1) + "\n")
-
-
-def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield part of an error message for each contradiction: no unk, special ids out of range, or a wrong sum."""
-    special = {*manifest.special_ids, *manifest.special_tokens.values()}
-    if "unk" not in manifest.special_tokens:
-        yield f"special_tokens has no unk, but only {', '.join(manifest.special_tokens) or 'nothing'}"
-    if not all(id_ < manifest.vocab_size for id_ in special):
-        yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
-    records = [manifest.documents, *manifest.rejected.values(), *manifest.dropped.values()]
-    sums = [("records", "documents, rejected and dropped", records)]
-    for name in ("documents", "tokens"):
-        for parts, entries in (("shards", manifest.shards), ("inputs", manifest.inputs.values())):
-            sums.append((name, parts, [getattr(entry, name) for entry in entries]))
-    for name, parts, counts in sums:
-        if counts and sum(counts) != getattr(manifest, name):
-            yield f"expected {name} {sum(counts)}, the sum over its {parts}, found {getattr(manifest, name)}"

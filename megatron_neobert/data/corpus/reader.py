@@ -66,7 +66,11 @@ class Corpus:
             pairs: Sequence[tuple[Path | RemoteFile, Path]] = self.files.shard_files(len(self.manifest.shards))
         else:
             self.files, self.manifest, pairs = storage.open_corpus(str(prefix))
-        _allow_open_files(2 * len(self.manifest.shards))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = 2 * len(self.manifest.shards) + _SPARE_OPEN_FILES
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self.shards = [MappedShard(*pair) for pair in pairs]
         for shard, recorded in zip(self.shards, self.manifest.shards, strict=True):
             shard.check_manifest(recorded, dtype=self.manifest.dtype, manifest=self.files.manifest)
@@ -154,7 +158,7 @@ class Corpus:
         files = self.files.attribute_files(self.manifest)
         for path, recorded in files:
             if self.storage is not None:
-                self.storage.copy(f"{self.prefix}{path.name.removeprefix(self.files.name)}", path, recorded)
+                self.storage.copy(f"{self.prefix}{path.name.removeprefix(self.files.manifest.stem)}", path, recorded)
             else:
                 _compare_sha256(self.files, path, recorded.sha256, sha256_of(path))
         return [path for path, _ in files]
@@ -245,56 +249,37 @@ def _compare_sha256(files: CorpusFiles, path: Path | RemoteFile, expected: str, 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
     """Return a corpus's manifest. Raise MissingInputError without any file, DataError for missing or damaged files."""
-    prefix = files.manifest.parent / files.name
-    if not files.manifest.is_file():
-        if not files.existing_files():
-            raise MissingInputError(
-                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
-                f"{_similar_prefix(prefix)}"
+    prefix = files.manifest.with_suffix("")
+    if files.manifest.is_file():
+        manifest = read_manifest(files.manifest)
+        attributes = files.attribute_files(manifest)
+        pairs = files.shard_files(len(manifest.shards))
+        missing = [path for path in (*sum(pairs, ()), *(path for path, _ in attributes)) if not path.is_file()]
+    elif files.existing_files():
+        missing = [files.manifest]
+    else:
+        name = prefix.stem if prefix.suffix in (".bin", ".idx", ".json") else prefix.name
+        # In Megatron-LM, too, a name ends in the key of the text, but often in another one.
+        output_prefix = glob.escape(re.sub(r"(_[^_]+)?_document$", "", name))
+        similar = [path for path in [prefix.with_name(f"{name}.json")] if path.is_file()]
+        similar = similar or sorted(prefix.parent.glob(f"{output_prefix}_*_document.json"))
+        raise MissingInputError(
+            f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; "
+            + (
+                f"did you mean {listed(str(path.with_suffix('')) for path in similar)}?"
+                if similar
+                else "give the prefix that neobert preprocess printed, without .bin"
             )
-        raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
-    manifest = read_manifest(files.manifest)
-    expected = [path for pair in files.shard_files(len(manifest.shards)) for path in pair]
-    attributes = files.attribute_files(manifest)
-    expected += [path for path, _ in attributes]
-    if missing := [path for path in expected if not path.is_file()]:
-        raise _incomplete(prefix, missing)
+        )
+    if missing:
+        adopt = f"If Megatron-LM wrote it, run neobert adopt {prefix} --tokenizer-model TOKENIZER. Otherwise copy"
+        may_be_megatrons = missing == [files.manifest] and not files.partial.exists()
+        raise DataError(
+            f"{prefix}: {listed(path.name for path in missing)} missing: the corpus is unfinished or its copy is "
+            f"incomplete. {adopt if may_be_megatrons else 'Copy'} again, or preprocess again with --overwrite"
+        )
     for path, recorded in attributes:
         if (size := path.stat().st_size) != recorded.bytes:
             rule = f"{recorded.bytes} bytes as in {files.manifest.name}"
             raise damage_error(path, 0, rule, f"a file of {size} bytes")
     return manifest
-
-
-def _similar_prefix(prefix: Path) -> str:
-    """Return the end of the message about a missing corpus: the prefix that the user probably meant."""
-    name = prefix.stem if prefix.suffix in (".bin", ".idx", ".json") else prefix.name
-    manifest = prefix.with_name(f"{name}.json")
-    # In Megatron-LM, too, a name ends in the key of the text, but often in another one.
-    output_prefix = glob.escape(re.sub(r"(_[^_]+)?_document$", "", name))
-    found = [manifest] if manifest.is_file() else sorted(prefix.parent.glob(f"{output_prefix}_*_document.json"))
-    if found:
-        return f"; did you mean {listed(str(path.with_suffix('')) for path in found)}?"
-    return "; give the prefix that neobert preprocess printed, without .bin"
-
-
-def _incomplete(prefix: Path, missing: Sequence[Path], *, suggest_adopt: bool = False) -> DataError:
-    adopt = (
-        f"If Megatron-LM wrote it, run neobert adopt {prefix} --tokenizer-model TOKENIZER. Otherwise copy again, "
-        if suggest_adopt
-        else "Copy again, "
-    )
-    return DataError(
-        f"{prefix}: {listed(path.name for path in missing)} missing: the corpus is unfinished or its copy is "
-        f"incomplete. {adopt}or preprocess again with --overwrite"
-    )
-
-
-def _allow_open_files(count: int) -> None:
-    """Increase the limit of open files to at least `count` plus a reserve, but not above the system's hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _SPARE_OPEN_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )

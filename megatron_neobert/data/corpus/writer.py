@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from megatron_neobert.data.corpus.format import (
     CorpusFiles,
     CorpusShard,
     Counts,
-    FileRecord,
     InputRecord,
     Manifest,
     QuarantinedInput,
@@ -35,7 +33,7 @@ from megatron_neobert.data.corpus.format import (
 )
 from megatron_neobert.data.corpus.shard_files import write_index
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, JobRunner, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
@@ -70,7 +68,7 @@ class ShardJob(Job[None]):
     sync = True
     kinds = ("bin", "idx")
 
-    chunks: tuple[Finished[TokenizedChunk], ...]
+    chunks: Sequence[Finished[TokenizedChunk]]
     dtype: np.dtype[Any]
 
     @property
@@ -127,10 +125,8 @@ def write_corpus(
         shards.append(CorpusShard(documents, pair["bin"].bytes // dtype.itemsize, pair["bin"], pair["idx"]))
     attributes = None
     if "attributes" in nonempty[0].files:
-        path = work / files.attributes.name
-        join_columns(path, [folder / f"{chunk.result.name}.attributes" for chunk in nonempty])
-        sync_to_disk(path)
-        attributes = FileRecord(path.stat().st_size, sha256_of(path))
+        of_chunks = [folder / f"{chunk.result.name}.attributes" for chunk in nonempty]
+        attributes = join_columns(work / files.attributes.name, of_chunks)
     with (work / files.rejects.name).open("wb") as rejects:
         for chunk in chunks:
             with (folder / f"{chunk.result.name}.rejects").open("rb") as source:
@@ -168,16 +164,17 @@ def write_corpus(
 
 def _group_chunks(
     chunks: Sequence[Finished[TokenizedChunk]], limit: int | None, dtype: np.dtype[Any]
-) -> list[tuple[Finished[TokenizedChunk], ...]]:
+) -> list[list[Finished[TokenizedChunk]]]:
     """Return the chunks of each corpus shard, of at most `limit` bytes or one chunk."""
-    starts, shard_bytes = [0], 0
-    for number, chunk in enumerate(chunks):
+    groups, shard_bytes = list[list[Finished[TokenizedChunk]]](), 0
+    for chunk in chunks:
         chunk_bytes = chunk.result.counts.tokens * dtype.itemsize
-        if number > starts[-1] and limit is not None and shard_bytes + chunk_bytes > limit:
-            starts.append(number)
+        if not groups or (limit is not None and shard_bytes + chunk_bytes > limit):
+            groups.append([])
             shard_bytes = 0
+        groups[-1].append(chunk)
         shard_bytes += chunk_bytes
-    return [tuple(chunks[start:end]) for start, end in pairwise([*starts, len(chunks)])]
+    return groups
 
 
 def _sum(

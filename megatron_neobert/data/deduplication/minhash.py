@@ -34,18 +34,9 @@ class MinHashSettings:
     threshold: float = option(0.8, "smallest Jaccard index of near-duplicates", minimum=0.0)
 
     @property
-    def bands_in_use(self) -> int:
-        """Number of bands; 0 if only equal documents are duplicates."""
-        return self.bands if self.threshold < 1 else 0
-
-    @property
     def keys_per_document(self) -> int:
-        """Number of keys of a document: one per band, and a hash of the whole document."""
-        return self.bands_in_use + 1
-
-    @property
-    def permutations(self) -> int:
-        return self.bands * self.rows
+        """Number of keys of a document: a hash of the whole document, and one per band unless the threshold is 1."""
+        return 1 + (self.bands if self.threshold < 1 else 0)
 
 
 def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHashSettings) -> NDArray[np.uint32]:
@@ -56,13 +47,14 @@ def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHa
         lengths: Number of tokens of each document, at least 1.
         settings: Number of permutations and of tokens per n-gram.
     """
-    random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * settings.permutations), "<u4").astype(np.uint32)
-    factors, masks = random[: settings.permutations] | np.uint32(1), random[settings.permutations :]
+    permutations = settings.bands * settings.rows
+    random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * permutations), "<u4").astype(np.uint32)
+    factors, masks = random[:permutations] | np.uint32(1), random[permutations:]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     hashes = hash_ngrams(ids, starts, lengths, settings.ngram)
-    minima_pn = np.empty((settings.permutations, len(lengths)), dtype=np.uint32)
+    minima_pn = np.empty((permutations, len(lengths)), dtype=np.uint32)
     permuted = np.empty_like(hashes)
-    for number in range(settings.permutations):
+    for number in range(permutations):
         # Multiplying by an odd number and xor are bijections of 32-bit numbers, so this is a permutation.
         np.multiply(hashes, factors[number], out=permuted)
         np.bitwise_xor(permuted, masks[number], out=permuted)

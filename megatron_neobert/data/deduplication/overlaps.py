@@ -24,7 +24,7 @@ from megatron_neobert.data.deduplication.search import (
     begin,
     job_folder,
     open_corpora,
-    steps_of,
+    read_steps,
 )
 from megatron_neobert.runtime.jobs import Job, JobRunner, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
@@ -70,9 +70,10 @@ class OverlapJob(Job[None]):
         known = KnownHashes(np.fromfile(self.folder / _NGRAMS, "<u8"))
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
         found = [np.empty(0, dtype=np.uint64)]
-        for first, hashes, documents in _hash_documents(corpus, in_corpus, self.ngram):
+        for step, ids, lengths in read_steps(corpus, in_corpus):
+            hashes, documents = hash_ngrams(ids, lengths, self.ngram)
             is_shared = known.contain(hashes)
-            numbers = self.numbers.start + first + np.unique(documents[is_shared])
+            numbers = self.numbers.start + step.start + np.unique(documents[is_shared])
             files["documents"].write(numbers.astype("<i8").tobytes())
             found.append(hashes[is_shared])
         files["ngrams"].write(np.unique(np.concatenate(found)).astype("<u8").tobytes())
@@ -86,11 +87,9 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
     with job_folder(settings) as folder, JobRunner(settings) as runner:
-        documents = SearchedDocuments.of(searched)
-        begin(settings, folder, documents, to_header(settings, corpora))
-        known = np.concatenate(
-            [hashes for corpus in evaluated for _, hashes, _ in _hash_documents(corpus, None, settings.ngram)]
-        )
+        documents, recorded = SearchedDocuments.of(searched), to_header(settings, corpora)
+        begin(settings, folder, documents, recorded)
+        known = np.concatenate([hashes for corpus in evaluated for hashes, _ in hash_corpus(corpus, settings.ngram)])
         known.sort()
         known.astype("<u8", copy=False).tofile(folder.path / _NGRAMS)
         del known
@@ -103,12 +102,11 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True
         found = KnownHashes(np.unique(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs])))
-        recorded = to_header(settings, corpora)
         entries = write_drop_list(settings.output, searched, is_shared, recorded, folder=folder.path)
         overlaps = []
         for corpus in evaluated:
-            steps = _hash_documents(corpus, None, settings.ngram)
-            shared = sum(len(np.unique(texts[found.contain(hashes)])) for _, hashes, texts in steps)
+            steps = hash_corpus(corpus, settings.ngram)
+            shared = sum(len(np.unique(texts[found.contain(hashes)])) for hashes, texts in steps)
             short = int((corpus.lengths_between(0, len(corpus)) < settings.ngram).sum())
             overlaps.append(Overlaps(str(corpus.prefix), len(corpus), shared, short))
         folder.remove()
@@ -121,24 +119,14 @@ def to_header(settings: OverlapSettings, corpora: Sequence[Corpus]) -> dict[str,
     return {"ngram": settings.ngram, "against": [corpus.manifest.documents_sha256 for corpus in evaluated]}
 
 
-def _hash_documents(
-    corpus: Corpus, numbers: NDArray[np.int64] | None, ngram: int
-) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
-    """Yield (index of the first document, n-gram hashes, document of each hash) for consecutive steps.
-
-    The document of a hash is counted from the first document of its step. `numbers` are the documents to read, None for
-    all.
-    """
-    numbers = np.arange(len(corpus)) if numbers is None else numbers
-    lengths = corpus.lengths_of(numbers)
-    for step in steps_of(lengths):
-        of_step = lengths[step].astype(np.int64)
-        ids = corpus.gather(numbers[step], np.zeros_like(of_step), of_step)
-        yield step.start, *hash_ngrams(ids, of_step, ngram)
+def hash_corpus(corpus: Corpus, ngram: int) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+    """Yield the results of `hash_ngrams` for consecutive documents of a whole corpus."""
+    for _, ids, lengths in read_steps(corpus, np.arange(len(corpus))):
+        yield hash_ngrams(ids, lengths, ngram)
 
 
 def hash_ngrams(
-    ids: NDArray[np.integer], lengths: NDArray[np.int64], ngram: int
+    ids: NDArray[np.integer], lengths: NDArray[np.int32], ngram: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Return a 64-bit hash of each n-gram within a document, and the index of its document.
 

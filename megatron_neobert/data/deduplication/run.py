@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.added_attributes import add_attribute, attributes_folder, is_added
+from megatron_neobert.data.corpus.attributes import add_attribute, attributes_folder, is_added
 from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
@@ -48,6 +48,7 @@ from megatron_neobert.data.deduplication.search import (
     begin,
     job_folder,
     open_corpora,
+    read_steps,
     steps_of,
 )
 from megatron_neobert.errors import ConfigError
@@ -103,14 +104,11 @@ class SignatureJob(Job[None]):
     def work(self, files: Mapping[str, NewFile]) -> None:
         minhash = self.minhash
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
-        lengths = corpus.lengths_of(in_corpus)
-        keys = np.empty((minhash.keys_per_document, len(lengths)), dtype=np.uint64)
-        for step in steps_of(lengths):
-            step_lengths, numbers = lengths[step], in_corpus[step]
-            ids = corpus.gather(numbers, np.zeros_like(numbers), step_lengths.astype(np.int64))
-            if minhash.bands_in_use:
-                keys[:-1, step] = band_keys(minima(ids, step_lengths, minhash), minhash.rows)
-            keys[-1, step] = hash_documents(ids, step_lengths)
+        keys = np.empty((minhash.keys_per_document, len(in_corpus)), dtype=np.uint64)
+        for step, ids, lengths in read_steps(corpus, in_corpus):
+            if minhash.keys_per_document > 1:
+                keys[:-1, step] = band_keys(minima(ids, lengths, minhash), minhash.rows)
+            keys[-1, step] = hash_documents(ids, lengths)
         for key in keys:
             order = np.argsort(key, kind="stable")
             files["keys"].write(key[order].astype("<u8").data)
@@ -142,7 +140,16 @@ class PairJob(Job[None]):
     buckets: int
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        keys, documents = self._read_bucket()
+        low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
+        columns = [
+            job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents, self.minhash)
+        ]
+        keys, documents = (np.concatenate(column) for column in zip(*columns, strict=True))
+        del columns
+        # The sort is stable, so documents with equal keys are in ascending order.
+        order = np.argsort(keys, kind="stable")
+        keys, documents = keys[order], documents[order]
+        del order
         # True for documents that are similar to an earlier document with their key.
         is_joined = np.zeros(len(keys), dtype=np.bool_)
 
@@ -160,23 +167,11 @@ class PairJob(Job[None]):
         lengths = self._lengths_of(documents[in_families])
         for block, families in divide_families(keys[in_families], lengths):
             positions = in_families[block]
-            numbers, order = np.unique(documents[positions], return_inverse=True)
+            numbers, indices = np.unique(documents[positions], return_inverse=True)
             contents = self._read(numbers)
-            ids = np.frombuffer(b"".join([contents[number] for number in order.tolist()]), "<u4")
+            ids = np.frombuffer(b"".join([contents[index] for index in indices.tolist()]), "<u4")
             pairs = pair_by_rare_ngrams(ids, lengths[block], families, is_joined[positions], self.minhash.ngram)
             compare(positions[pairs])
-
-    def _read_bucket(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the sorted keys of this bucket, and their documents. Documents of one key are in ascending order."""
-        low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
-        columns = [
-            job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents, self.minhash)
-        ]
-        keys, documents = (np.concatenate(column) for column in zip(*columns, strict=True))
-        del columns
-        # The sort is stable, so documents with equal keys stay in the order of their numbers.
-        order = np.argsort(keys, kind="stable")
-        return keys[order], documents[order]
 
     def _lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         lengths = np.empty(documents.shape, dtype=np.int64)
@@ -204,11 +199,11 @@ class PairJob(Job[None]):
         # Consecutive pairs often share a document.
         ngrams = lru_cache(maxsize=2)(lambda position: shingles(contents[position], minhash.ngram))
 
-        def are_similar(first: int, second: int) -> bool:
-            is_equal = contents[first] == contents[second]
-            return is_equal or jaccard(ngrams(first), ngrams(second)) >= minhash.threshold
-
-        return np.array([are_similar(*pair) for pair in positions.reshape(-1, 2).tolist()], dtype=np.bool_)
+        is_similar = [
+            contents[first] == contents[second] or jaccard(ngrams(first), ngrams(second)) >= minhash.threshold
+            for first, second in positions.reshape(-1, 2).tolist()
+        ]
+        return np.array(is_similar, dtype=np.bool_)
 
 
 def signature_jobs(folder: Path, documents: SearchedDocuments, minhash: MinHashSettings) -> list[SignatureJob]:

@@ -114,6 +114,14 @@ def job_folder(settings: SearchSettings) -> JobFolder:
     return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
+def read_steps(corpus: Corpus, documents: NDArray[np.int64]) -> Iterator[tuple[slice, NDArray[Any], NDArray[np.int32]]]:
+    """Yield consecutive slices of `documents`, with their token ids, concatenated, and their lengths in tokens."""
+    lengths = corpus.lengths_of(documents)
+    for step in steps_of(lengths):
+        numbers = documents[step]
+        yield step, corpus.gather(numbers, np.zeros_like(numbers), lengths[step].astype(np.int64)), lengths[step]
+
+
 def steps_of(lengths: NDArray[np.integer]) -> list[slice]:
     """Return consecutive slices of at most _STEP_TOKENS tokens plus the tokens of one element."""
     step_of = np.cumsum(lengths, dtype=np.int64) // _STEP_TOKENS

@@ -15,8 +15,7 @@ from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.order import SplitPart
 from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus import object_storage
-from megatron_neobert.data.corpus.added_attributes import add_attribute
-from megatron_neobert.data.corpus.attributes import choose_documents
+from megatron_neobert.data.corpus.attributes import add_attribute, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
