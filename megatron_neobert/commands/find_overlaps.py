@@ -2,7 +2,6 @@
 
 from megatron_neobert.data.deduplication import overlaps
 from megatron_neobert.data.deduplication.overlaps import OverlapSettings
-from megatron_neobert.data.deduplication.search import is_complete, job_folder, open_corpora
 from megatron_neobert.text import percent
 
 
@@ -12,12 +11,11 @@ def find_overlaps(options: OverlapSettings) -> None:
     Training skips the listed documents with --data-path PREFIX:drop=FILE. With --resume, nothing is done if the list is
     complete.
     """
-    corpora = open_corpora((*options.prefixes, *options.against))
-    if options.resume and is_complete(options, corpora[: len(options.prefixes)], overlaps.to_header(options, corpora)):
-        job_folder(options).sweep()
+    found = overlaps.find_overlaps(options)
+    if found is None:
         print(f"{options.output} is complete; nothing to do")
         return
-    searched, evaluated = overlaps.find_overlaps(options)
+    searched, evaluated = found
     for entry in searched:
         count, share = entry.dropped_documents, percent(entry.dropped_documents / entry.documents, digits=2)
         print(f"{entry.prefix}: {count:,} of {entry.documents:,} documents share {options.ngram} tokens ({share})")

@@ -72,24 +72,18 @@ def preprocess(options: PreprocessSettings) -> int:
             started = time.monotonic()
             counts = run.preprocess(plan)
             print_report(plan, counts, seconds=time.monotonic() - started)
-    except StopRequested as stop:
-        kept = describe_kept_chunks(options) or "no chunk was finished"
-        print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
-        return EXIT_STOPPED_EARLY
-    except (DataError, OSError, KeyboardInterrupt):
-        if kept := describe_kept_chunks(options):
+    except (DataError, OSError, KeyboardInterrupt) as error:
+        folder = JobFolder(options.files.partial)
+        chunks = folder.count_finished()
+        kept = f"{counted(chunks, 'finished chunk')} in {folder.path}; --resume continues from there"
+        if isinstance(error, StopRequested):
+            name = signal.Signals(error.args[0]).name
+            print(f"stopped by {name}: {kept if chunks else 'no chunk was finished'}", file=sys.stderr)
+            return EXIT_STOPPED_EARLY
+        if chunks:
             print(f"not finished: {kept}", file=sys.stderr)
         raise
     return 0
-
-
-def describe_kept_chunks(settings: PreprocessSettings) -> str:
-    """Return a sentence about the finished chunks that --resume can use; empty if there are none."""
-    folder = JobFolder(settings.files.partial)
-    chunks = folder.count_finished()
-    if not chunks:
-        return ""
-    return f"{counted(chunks, 'finished chunk')} in {folder.path}; --resume continues from there"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -130,14 +124,14 @@ def print_sample(plan: Plan) -> None:
     The estimates extrapolate from about 1 MB of text of the first chunk that has documents.
     """
     started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)
-    documents, text_bytes, input_bytes, counts = 0, 0, 0.0, Counts()
+    input_bytes, counts = 0.0, Counts()
     plan.encoder.start_chunk()
     for chunk in itertools.islice(plan.chunks, _SAMPLE_CHUNKS):
         progress = 0.0
         for unfiltered in read_chunk(chunk, plan.settings.read):
             batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
             encoded = plan.encoder.encode_batch(batch.texts)
-            for number in range(min(2 - documents, len(batch.texts))):
+            for number in range(min(2 - counts.documents, len(batch.texts))):
                 line = " ".join(batch.texts[number][:400].split())
                 print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
                 start, length = encoded.lengths[:number].sum(), encoded.lengths[number]
@@ -146,22 +140,23 @@ def print_sample(plan: Plan) -> None:
                 if keys := plan.settings.read.record_keys:
                     values = ((key, plain_value(batch.fields[number].get(key))) for key in keys)
                     print(f"keys  {visible(', '.join(f'{key}={value!r}' for key, value in values))}")
-            documents += len(batch.texts)
+            counts.documents += len(batch.texts)
             counts.tokens += encoded.ids.size
             counts.unknown_tokens += int(np.count_nonzero(encoded.ids == plan.encoder.tokenizer.unk_id))
-            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
-            if text_bytes >= _SAMPLE_BYTES:
+            counts.utf8_bytes += batch.utf8_bytes
+            progress = batch.progress
+            if counts.utf8_bytes >= _SAMPLE_BYTES:
                 break
         input_bytes += progress * plan.versions[chunk.path].bytes / chunks_of[chunk.path]
-        if documents:
+        if counts.documents:
             break
-    if not documents or not input_bytes:
+    if not counts.documents or not input_bytes:
         raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input, --text-key and the filters.")
     factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
     workers = plan.settings.jobs.workers or 1
     bin_bytes = counts.tokens * factor * token_dtype(plan.encoder.tokenizer.vocab_size).itemsize
     print(
-        f"estimated from a sample: {documents * factor:,.0f} documents, {counts.tokens * factor:,.0f} tokens, "
+        f"estimated from a sample: {counts.documents * factor:,.0f} documents, {counts.tokens * factor:,.0f} tokens, "
         f"{with_prefix(bin_bytes, 'B')} of .bin (twice that while chunks are joined), "
         f"{duration((time.perf_counter() - started) * factor / workers)} with {counted(workers, 'worker')}"
     )

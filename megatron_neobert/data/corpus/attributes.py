@@ -231,33 +231,32 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dic
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    operands = [columns[side.id] if isinstance(side, ast.Name) else ast.literal_eval(side) for side in (left, right)]
-    arrow_types = [side.type if isinstance(side, pa.Array) else pa.scalar(side).type for side in operands]
+    operands = [
+        columns[side.id] if isinstance(side, ast.Name) else pa.scalar(ast.literal_eval(side)) for side in (left, right)
+    ]
     # A column without any value satisfies no comparison.
-    if any(map(pa.types.is_null, arrow_types)):
+    if any(pa.types.is_null(side.type) for side in operands):
         return pa.nulls(max(len(side) for side in operands if isinstance(side, pa.Array)), pa.bool_())
-    types, is_ordered = list(map(_type_of, arrow_types)), not isinstance(operator, ast.Eq | ast.NotEq)
+    types, is_ordered = [_type_of(side.type) for side in operands], not isinstance(operator, ast.Eq | ast.NotEq)
     if types[0] != types[1] or (is_ordered and types[0] == "true or false"):
         raise ConfigError(
             f"{ast.unparse(left)} is {types[0]} and {ast.unparse(right)} is {types[1]}, which "
             f"{ast.unparse(ast.Compare(left, [operator], [right]))} cannot compare; correct the expression."
         )
     # Python compares integers and floats of any size. Arrow refuses integers from 2^53 beside a float.
-    if any(pa.types.is_floating(arrow_type) or arrow_type == pa.uint64() for arrow_type in arrow_types):
-        operands = [
-            side.cast(pa.float64(), safe=False) if isinstance(side, pa.Array) else float(side) for side in operands
-        ]
+    if any(pa.types.is_floating(side.type) or side.type == pa.uint64() for side in operands):
+        operands = [side.cast(pa.float64(), safe=False) for side in operands]
     compare = getattr(pc, _COMPARE[type(operator)])
     for side, text in (operands, operands[::-1]):
         # Compare each distinct text of the column once.
-        if isinstance(side, pa.DictionaryArray) and isinstance(text, str):
-            values = side.dictionary
+        if isinstance(side, pa.DictionaryArray) and isinstance(text, pa.StringScalar):
+            values, pattern = side.dictionary, text.as_py()
             # A pattern without "/" is compared with the file name only.
-            if side is columns.get("input") and "/" not in text:
+            if side is columns.get("input") and "/" not in pattern:
                 values = pa.array([PurePosixPath(name).name for name in values.to_pylist()])
-            if "*" in text and not is_ordered:
-                pattern = "(?s)^" + ".*".join(map(re.escape, text.split("*"))) + "$"
-                holds = pc.match_substring_regex(values, pattern)
+            if "*" in pattern and not is_ordered:
+                regex = "(?s)^" + ".*".join(map(re.escape, pattern.split("*"))) + "$"
+                holds = pc.match_substring_regex(values, regex)
                 holds = pc.invert(holds) if isinstance(operator, ast.NotEq) else holds
             else:
                 holds = compare(values, text) if side is operands[0] else compare(text, values)

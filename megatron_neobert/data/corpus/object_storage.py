@@ -294,15 +294,10 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
-    """Return the result of `action`. After an OSError, wait and call `action` again, up to five calls in all.
+    """Return the result of `action`, called with the fsspec file system, the path in it, and limits of a call's time.
 
-    Args:
-        action: Called with the fsspec file system, the path in it, and keyword arguments that limit the time of a call.
-        retry_missing: Retry if the file is missing: an overloaded server may report existing files as missing.
-
-    Raises:
-        MissingInputError: The file is missing, and `retry_missing` is not set.
-        StorageError: All attempts failed.
+    After an OSError, wait and call it again; raise StorageError after five calls. An overloaded server may report an
+    existing file as missing, so a missing file is retried, too; without `retry_missing`, raise MissingInputError.
     """
     waits = list(_WAITS_SECONDS)
     while True:

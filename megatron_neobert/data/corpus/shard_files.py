@@ -96,6 +96,7 @@ class MappedShard:
         entries = np.frombuffer(content, "<i8", sequences + boundaries, HEADER.size + 4 * sequences)
         self.pointers, self.boundaries, self.pointers_and_boundaries = entries[:sequences], entries[sequences:], entries
         self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        self.tokens = self.end // self.dtype.itemsize
         size_of_bin = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
         if size_of_bin != self.end:
             rule = f"{self.end} bytes for {self.tokens} tokens of {self.dtype}, as in {idx.name}"
@@ -104,10 +105,6 @@ class MappedShard:
         self.content: memoryview | RemoteFile = memoryview(b"")
         if size_of_bin:
             self.content = np.memmap(bin_, np.uint8, "r").data if isinstance(bin_, Path) else bin_
-
-    @property
-    def tokens(self) -> int:
-        return self.end // self.dtype.itemsize
 
     def check_manifest(self, recorded: CorpusShard, *, dtype: str, manifest: Path) -> None:
         """Raise DataError if a document is not one sequence, or if the manifest contradicts the index."""

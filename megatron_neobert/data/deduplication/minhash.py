@@ -42,10 +42,7 @@ class MinHashSettings:
 def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHashSettings) -> NDArray[np.uint32]:
     """Return each document's smallest n-gram hash under each fixed permutation, shape [permutations, documents].
 
-    Args:
-        ids: Concatenated token ids of the documents.
-        lengths: Number of tokens of each document, at least 1.
-        settings: Number of permutations and of tokens per n-gram.
+    `ids` are the concatenated token ids of the documents, and `lengths` their numbers of tokens, at least 1.
     """
     permutations = settings.bands * settings.rows
     random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * permutations), "<u4").astype(np.uint32)

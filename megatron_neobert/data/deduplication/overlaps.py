@@ -8,9 +8,8 @@ Texts of fewer than n tokens are not searched for. Memory per worker: up to 50 b
 Source of the default length, 13: arXiv 2005.14165, appendix C, which counts words instead of tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,7 @@ from megatron_neobert.data.deduplication.search import (
     SearchedDocuments,
     SearchSettings,
     begin,
+    is_complete,
     job_folder,
     open_corpora,
     read_steps,
@@ -79,15 +79,20 @@ class OverlapJob(Job[None]):
         files["ngrams"].write(np.unique(np.concatenate(found)).astype("<u8").tobytes())
 
 
-def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]]:
+def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]] | None:
     """Find the documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
     Return the entries of the drop list, one per searched corpus, and the overlaps of each corpus of evaluation texts.
+    Return None if a resumed search has nothing to do.
     """
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
+    against = [corpus.manifest.documents_sha256 for corpus in evaluated]
+    recorded = {"ngram": settings.ngram, "against": against}
+    if is_complete(settings, searched, recorded):
+        return None
     with job_folder(settings) as folder, JobRunner(settings) as runner:
-        documents, recorded = SearchedDocuments.of(searched), to_header(settings, corpora)
+        documents = SearchedDocuments.of(searched)
         begin(settings, folder, documents, recorded)
         known = np.concatenate([hashes for corpus in evaluated for hashes, _ in hash_corpus(corpus, settings.ngram)])
         known.sort()
@@ -111,12 +116,6 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
             overlaps.append(Overlaps(str(corpus.prefix), len(corpus), shared, short))
         folder.remove()
     return entries, overlaps
-
-
-def to_header(settings: OverlapSettings, corpora: Sequence[Corpus]) -> dict[str, Any]:
-    """Return what the header of the drop list records; `corpora` are all corpora of the command."""
-    evaluated = corpora[len(settings.prefixes) :]
-    return {"ngram": settings.ngram, "against": [corpus.manifest.documents_sha256 for corpus in evaluated]}
 
 
 def hash_corpus(corpus: Corpus, ngram: int) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:

@@ -46,6 +46,7 @@ from megatron_neobert.data.deduplication.search import (
     SearchedDocuments,
     SearchSettings,
     begin,
+    is_complete,
     job_folder,
     open_corpora,
     read_steps,
@@ -211,25 +212,27 @@ def signature_jobs(folder: Path, documents: SearchedDocuments, minhash: MinHashS
     return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk, minhash) for chunk in documents.chunks]
 
 
-def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
+def find_duplicates(settings: FindSettings) -> list[DropListEntry] | None:
     """Find near-duplicates, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
-    Return the entries of the drop list, one per corpus. Raise ConfigError if the threshold is out of range.
+    Return the entries of the drop list, one per corpus, or None if a resumed search has nothing to do. Raise
+    ConfigError if the threshold is out of range.
     """
     if not 0 < settings.minhash.threshold <= 1:
         raise ConfigError(
             f"--threshold {settings.minhash.threshold} is not above 0 and at most 1, as a Jaccard index is; change it."
         )
-    corpora = open_corpora(settings.prefixes)
+    corpora, recorded, added = open_corpora(settings.prefixes), asdict(settings.minhash), settings.add_attribute
     origin = settings.origin(corpora)
-    if settings.add_attribute is not None:
-        for corpus in corpora:
-            if not is_added(corpus, origin, settings.add_attribute):
-                with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
-                    pass
+    missing = [corpus for corpus in corpora if added is not None and not is_added(corpus, origin, added)]
+    if not missing and is_complete(settings, corpora, recorded):
+        return None
+    for corpus in missing:
+        with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
+            pass
     with job_folder(settings) as folder, JobRunner(settings) as runner:
         documents = SearchedDocuments.of(corpora)
-        begin(settings, folder, documents, asdict(settings.minhash))
+        begin(settings, folder, documents, recorded)
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
         pair_jobs = [
             PairJob(
@@ -245,12 +248,12 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             for _ in finish_jobs(jobs, runner, label=label):
                 pass
         firsts = find_clusters(len(documents), [job.file("pairs") for job in pair_jobs])
-        if settings.add_attribute is not None:
+        if added is not None:
             sizes = np.split(count_cluster_sizes(firsts), np.cumsum([len(corpus) for corpus in corpora])[:-1])
             for corpus, sizes_in_corpus in zip(corpora, sizes, strict=True):
-                add_attribute(corpus, origin, settings.add_attribute, sizes_in_corpus)
+                add_attribute(corpus, origin, added, sizes_in_corpus)
         is_dropped = firsts != np.arange(len(documents), dtype=firsts.dtype)
-        entries = write_drop_list(settings.output, corpora, is_dropped, asdict(settings.minhash), folder=folder.path)
+        entries = write_drop_list(settings.output, corpora, is_dropped, recorded, folder=folder.path)
         folder.remove()
     return entries
 

@@ -91,11 +91,12 @@ def begin(
 
 
 def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: Mapping[str, Any]) -> bool:
-    """Return True if no run is unfinished, and an undamaged drop list of these corpora, in order, exists.
+    """Return True if a resumed search has nothing to do: an undamaged drop list of these corpora, in order, exists.
 
-    `recorded` are the settings that the header of the list must have.
+    `recorded` are the settings that the header of the list must have. The remains of an interrupted deletion of
+    OUTPUT.partial are deleted.
     """
-    if job_folder(settings).has_begun:
+    if not settings.resume or job_folder(settings).has_begun:
         return False
     try:
         for corpus in corpora:
@@ -105,8 +106,11 @@ def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: M
     with settings.output.open("rb") as stream:
         header = parse_json(stream.readline())
     in_order = [entry["documents_sha256"] for entry in header["corpora"]]
-    is_same = all(header.get(name) == value for name, value in recorded.items())
-    return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
+    is_same = in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
+    is_same &= all(header.get(name) == value for name, value in recorded.items())
+    if is_same:
+        job_folder(settings).sweep()
+    return is_same
 
 
 def job_folder(settings: SearchSettings) -> JobFolder:
