@@ -74,7 +74,7 @@ def replace(end: str, put: Change) -> Change:
 
 
 def use_the_index_of_another_corpus(folder: Path) -> None:
-    write_corpus(folder / "other", random_documents([1, 3, 2, 4], 100), numbered_tokenizer(100))
+    write_corpus(folder / "other", random_documents([1, 3, 2, 4], 100))
     (folder / "other.idx").replace(folder / "small.idx")
 
 

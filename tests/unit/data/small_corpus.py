@@ -87,13 +87,16 @@ def write_chunk(
 def write_corpus(
     prefix: Path,
     documents: Sequence[Sequence[int]],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None = None,
     *,
     overwrite: bool = False,
     shard_bytes: int | None = None,
 ) -> Manifest:
-    """Write a corpus of these documents: one chunk, or one chunk per document if `shard_bytes` is given."""
-    files = corpus_files(prefix)
+    """Write a corpus of these documents: one chunk, or one chunk per document if `shard_bytes` is given.
+
+    Without `tokenizer`, the vocabulary has 100 ids.
+    """
+    files, tokenizer = corpus_files(prefix), tokenizer or numbered_tokenizer(100)
     refuse_existing(files, overwrite=overwrite)
     files.partial.mkdir()
     groups = [documents] if shard_bytes is None else [[document] for document in documents]
@@ -124,6 +127,11 @@ def random_documents(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> 
 
 
 # Ways to damage a file. Each returns a function that changes the content in place, or returns the new content.
+
+
+def damage(path, change):
+    content = bytearray(path.read_bytes())
+    path.write_bytes(change(content) or content)
 
 
 def put(form, offset, *values):

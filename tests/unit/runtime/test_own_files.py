@@ -30,7 +30,7 @@ def preprocess(folder: Path) -> None:
 
 def write_two(folder: Path) -> list[str]:
     for name, length in (("A", 50), ("B", 60)):
-        write_corpus(folder / name, random_documents([length], 100), numbered_tokenizer(100))
+        write_corpus(folder / name, random_documents([length], 100))
     return [str(folder / name) for name in "AB"]
 
 

@@ -90,14 +90,6 @@ def test_wrong_arguments_are_refused_in_one_sentence_with_their_exit_code(place,
     assert not list(place.glob("run*"))
 
 
-def test_existing_corpus_is_refused_without_overwrite(place):
-    assert run_forked("preprocess", *arguments_of(place)).code == 0
-    for more in ([], ["--dry-run"]):
-        ended = run_forked("preprocess", *arguments_of(place, *more))
-        assert ended.refused(73) and "run_content_document.json exist already" in ended.output
-    assert run_forked("preprocess", *arguments_of(place, "--overwrite")).code == 0
-
-
 @pytest.mark.parametrize("tool", ["preprocess", "validate", "train-tokenizer"])
 def test_whole_run_imports_neither_torch_nor_transformers(place, tool):
     """tests/unit/tools/test_every_command.py has --help of every command."""
@@ -132,8 +124,11 @@ def test_closed_standard_output_ends_with_141_after_the_corpus_is_complete(place
 @pytest.mark.parametrize(
     ("flags", "advice"), [((), ""), (("--shard-size", "1"), "; to change --shard-size, add --overwrite")]
 )
-def test_resuming_a_finished_corpus_reports_that_and_changes_nothing(place, flags, advice):
+def test_finished_corpus_is_refused_and_with_resume_left_as_it_is(place, flags, advice):
     assert run_forked("preprocess", *arguments_of(place, "--resume")).code == 0
+    for more in ([], ["--dry-run"]):
+        ended = run_forked("preprocess", *arguments_of(place, *more))
+        assert ended.refused(73) and "run_content_document.json exist already" in ended.output
     before = (place / "run_content_document.bin").stat().st_mtime_ns
     (place / "run_content_document.partial.removed-1").mkdir()  # left by a run that was killed at the end
     code, output = run_forked("preprocess", *arguments_of(place, "--resume", *flags))

@@ -9,8 +9,8 @@ import pytest
 from unit.data.corpus.memory_corpus import bits_of
 from unit.data.small_corpus import (
     cut,
+    damage,
     documents_in,
-    numbered_tokenizer,
     random_documents,
     replaced,
     write_attributes,
@@ -58,8 +58,8 @@ def corpora(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("corpora")
     lengths = np.random.default_rng(0).integers(1, 1000, DOCUMENTS).astype(np.int32) // 50 + 1
-    write_corpus(folder / "A", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=9000)
-    write_corpus(folder / "B", random_documents([3, 4, 5], 100), numbered_tokenizer(100))
+    write_corpus(folder / "A", random_documents(lengths, 100), shard_bytes=9000)
+    write_corpus(folder / "B", random_documents([3, 4, 5], 100))
     manifest = json.loads((folder / "A.json").read_text())
     tokens, manifest["inputs"] = np.add.reduceat(lengths, [0, 400, 1000]).tolist(), {}
     for (name, documents), count in zip(INPUTS.items(), tokens, strict=True):
@@ -111,23 +111,11 @@ def test_unknown_attributes_and_types_that_cannot_be_compared_are_refused(corpor
     assert message in caught.value.problems[0]
 
 
-@pytest.mark.parametrize("damage", ["rows", "page", "end", "other"])
-def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, damage):
-    for name in "CD":
-        write_corpus(tmp_path / name, random_documents([3] * 1000, 100), numbered_tokenizer(100))
-    path = write_attributes(tmp_path / "C", {"score": range(1000 - (damage == "rows"))})
-    content = bytearray(path.read_bytes())
-    if damage == "page":
-        content[1000] ^= 1
-    elif damage == "end":
-        del content[-9:]
-    elif damage == "other":
-        content = write_attributes(tmp_path / "D", {"score": range(1, 1001)}).read_bytes()
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
-        choose_documents(Corpus(tmp_path / "C"), ["score>=3"])
-    with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
-        validate(ValidateOptions(prefix=str(tmp_path / "C"), full=True))
+SCORES = range(1000)
+
+
+def flip_byte_1000(content):
+    content[1000] ^= 1
 
 
 def bytes_as_text(*values: bytes) -> pa.Array:
@@ -135,21 +123,28 @@ def bytes_as_text(*values: bytes) -> pa.Array:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "names", "message"),
+    ("arrays", "names", "change", "message"),
     [
-        ([[1, 2], [3, 4]], ["score", "score"], "has the column 'score' more than once"),
-        ([[1, 2], [3, 4], [5, 6]], ["other", "score", "other"], "has the column 'other' more than once"),
-        ([bytes_as_text(b"a", b"\xff")], ["score"], "UTF-?8"),
+        ([SCORES[1:]], ["score"], bytes, "expected 1000 rows, found 999"),
+        ([SCORES], ["score"], flip_byte_1000, "expected sha256"),
+        ([SCORES], ["score"], cut(-9), "expected [0-9]+ bytes as in"),
+        ([SCORES, SCORES], ["score", "score"], bytes, "has the column 'score' more than once"),
+        ([SCORES, SCORES, SCORES], ["other", "score", "other"], bytes, "has the column 'other' more than once"),
+        ([bytes_as_text(*[b"a", b"\xff"] * 500)], ["score"], bytes, "UTF-?8"),
     ],
+    ids=["rows", "page", "end", "column", "other column", "UTF-8"],
 )
-def test_columns_of_one_name_and_texts_that_are_not_utf_8_are_refused(tmp_path, arrays, names, message):
-    write_corpus(tmp_path / "C", random_documents([3, 3], 100), numbered_tokenizer(100))
-    write_attributes(tmp_path / "C", pa.table(list(map(pa.array, arrays)), names=names))
-    for expression in ("score=='a*'", "score=='a' and score!='b'"):
-        with pytest.raises(DataError, match=rf"C\.attributes\.parquet .*{message}"):
-            choose_documents(Corpus(tmp_path / "C"), [expression])
-    with pytest.raises(DataError, match=rf"C\.attributes\.parquet .*{message}"):
-        validate(ValidateOptions(prefix=str(tmp_path / "C"), full=True))
+def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, arrays, names, change, message):
+    write_corpus(tmp_path / "C", random_documents([3] * 1000, 100))
+    path = write_attributes(tmp_path / "C", pa.table(list(map(pa.array, arrays)), names=names))
+    damage(path, change)
+    for read in (
+        lambda: choose_documents(Corpus(tmp_path / "C"), ["score=='a*'"]),
+        lambda: choose_documents(Corpus(tmp_path / "C"), ["score=='a' and score!='b'"]),
+        lambda: validate(ValidateOptions(prefix=str(tmp_path / "C"), full=True)),
+    ):
+        with pytest.raises(DataError, match=rf"C\.attributes\.parquet.*({message})"):
+            read()
 
 
 # --- drop lists
@@ -180,9 +175,9 @@ def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, 
 
 
 def test_same_tokens_with_other_document_boundaries_are_another_corpus(tmp_path):
-    one = write_corpus(tmp_path / "A", [[5, 6, 7], [8, 9]], numbered_tokenizer(100))
-    other = write_corpus(tmp_path / "B", [[5, 6], [7, 8, 9]], numbered_tokenizer(100))
-    copy = write_corpus(tmp_path / "C", [[5, 6, 7], [8, 9]], numbered_tokenizer(100))
+    one = write_corpus(tmp_path / "A", [[5, 6, 7], [8, 9]])
+    other = write_corpus(tmp_path / "B", [[5, 6], [7, 8, 9]])
+    copy = write_corpus(tmp_path / "C", [[5, 6, 7], [8, 9]])
     assert one.shards[0].bin == other.shards[0].bin and one.documents_sha256 != other.documents_sha256
     assert one.documents_sha256 == copy.documents_sha256
 
@@ -192,7 +187,7 @@ def flip_last(content):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("change", "message"),
     [
         (cut(0), "is not a drop list: its first line is not JSON with the format"),
         (replaced(b"drop list 1", b"drop list 9"), r"is not a drop list.*'megatron_neobert drop list 9'"),
@@ -201,8 +196,7 @@ def flip_last(content):
         (flip_last, "expected sha256 [0-9a-f]{64} of its bits; it is damaged"),
     ],
 )
-def test_damaged_drop_list_is_refused(corpora, drop_list, damage, message):
-    content = bytearray(drop_list[0].read_bytes())
-    drop_list[0].write_bytes(damage(content) or content)
+def test_damaged_drop_list_is_refused(corpora, drop_list, change, message):
+    damage(drop_list[0], change)
     with pytest.raises(DataError, match=message):
         read_drop_list(drop_list[0], corpora[0])

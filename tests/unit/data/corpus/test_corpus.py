@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from commands import ENVIRONMENT
-from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
+from unit.data.small_corpus import cut, damage, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
@@ -27,7 +27,7 @@ BIN_BYTES = 2 * sum(LENGTHS)
 def prefix(tmp_path, monkeypatch):
     """Four documents of 3, 1, 4 and 2 tokens as uint16, which are checked in steps of three items."""
     monkeypatch.setattr("megatron_neobert.data.corpus.shard_files._ITEMS_PER_STEP", 3)
-    write_corpus(tmp_path / "small", random_documents(LENGTHS, 100), numbered_tokenizer(100))
+    write_corpus(tmp_path / "small", random_documents(LENGTHS, 100))
     return tmp_path / "small"
 
 
@@ -74,9 +74,7 @@ def test_files_equal_those_of_megatrons_builder_byte_for_byte(tmp_path, vocab_si
 def test_check_of_the_indexes_finds_damage_and_names_the_byte_and_both_values(prefix, end, change, message):
     check_content(Corpus(prefix))
     path = prefix.with_suffix(f".{end}")
-    content = bytearray(path.read_bytes())
-    content = change(content) or content
-    path.write_bytes(content)
+    damage(path, change)
     with pytest.raises(DataError, match=message) as caught:
         check_indexes(Corpus(prefix))
     assert path.name in str(caught.value)
@@ -96,11 +94,9 @@ def test_check_of_the_indexes_finds_damage_and_names_the_byte_and_both_values(pr
 )
 def test_wrong_index_entry_is_found_when_its_document_is_read(tmp_path, shards, change, wrong, sound):
     documents = random_documents(LENGTHS * shards, 100)
-    write_corpus(tmp_path / "small", documents, numbered_tokenizer(100), shard_bytes=BIN_BYTES)
+    write_corpus(tmp_path / "small", documents, shard_bytes=BIN_BYTES)
     index, first = tmp_path / ("small.idx" if shards == 1 else "small_00001.idx"), 4 * (shards - 1)
-    content = bytearray(index.read_bytes())
-    change(content)
-    index.write_bytes(content)
+    damage(index, change)
     corpus = Corpus(tmp_path / "small")
     for number in sound:
         assert corpus.document(first + number).tolist() == documents[first + number].tolist()
@@ -178,7 +174,7 @@ def test_documents_are_read_from_any_number_of_shards(tmp_path, vocab_size, shar
 
 
 def test_limit_of_open_files_is_raised_for_many_shards(tmp_path):
-    write_corpus(tmp_path / "corpus", random_documents([3] * 50, 100), numbered_tokenizer(100), shard_bytes=6)
+    write_corpus(tmp_path / "corpus", random_documents([3] * 50, 100), shard_bytes=6)
     script = (
         "import resource, sys\n"
         "from megatron_neobert.data.corpus.reader import Corpus\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from object_server import ObjectServer
 from unit.data.corpus.memory_corpus import contents, stream_over
-from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_attributes, write_corpus
+from unit.data.small_corpus import documents_in, random_documents, write_attributes, write_corpus
 
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.order import SplitPart
@@ -32,7 +32,7 @@ def original(tmp_path_factory):
     """600 documents of 1 to 200 ids in four corpus shards."""
     folder = tmp_path_factory.mktemp("original")
     lengths = np.random.default_rng(0).integers(1, 200, DOCUMENTS)
-    write_corpus(folder / "P", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=40_000)
+    write_corpus(folder / "P", random_documents(lengths, 100), shard_bytes=40_000)
     return folder
 
 
@@ -100,7 +100,7 @@ def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
 
 def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp_path, storage):
     (tmp_path / "bucket").mkdir()
-    write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100), numbered_tokenizer(100))
+    write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100))
     write_attributes(tmp_path / "bucket" / "P", {"score": range(20)})
     add_attribute(Corpus(tmp_path / "bucket" / "P"), "test", "added", [*range(17), None, 18.5, 20])
     with ObjectServer(tmp_path / "bucket").running() as running:

@@ -73,6 +73,10 @@ def find(output, *prefixes, minhash=None, **changes):
     return find_duplicates(settings)
 
 
+def ngram_sets(documents):
+    return [{tuple(ids[at : at + 5]) for at in range(len(ids) - 4)} for ids in (d.tolist() for d in documents)]
+
+
 def dropped(output, prefix):
     """Return the numbers of the documents that a drop list drops."""
     corpus = Corpus(prefix)
@@ -81,7 +85,7 @@ def dropped(output, prefix):
 
 def test_dropped_documents_reach_the_threshold_and_most_that_reach_it_are_dropped(planted, expected, tmp_path):
     """Against brute force. Measured: recall 0.988, precision 1; estimated from 112 bytes, 0.900 and 0.898."""
-    sets = [{tuple(ids[at : at + 5]) for at in range(len(ids) - 4)} for ids in (d.tolist() for d in planted.documents)]
+    sets = ngram_sets(planted.documents)
     documents_with = defaultdict(list)
     for number, ngrams in enumerate(sets):
         for ngram in ngrams:
@@ -106,7 +110,7 @@ def test_copies_among_documents_of_one_template_are_found_as_often_as_the_formul
     """
     monkeypatch.setattr(candidates, "BLOCK_TOKENS", block_tokens)
     documents = templated_family(size, own=40, changes=(3, 9))
-    sets = [{tuple(ids[at : at + 5]) for at in range(len(ids) - 4)} for ids in (d.tolist() for d in documents)]
+    sets = ngram_sets(documents)
     pairs = [(a, b, len(sets[a] & sets[b]) / len(sets[a] | sets[b])) for a, b in combinations(range(size), 2)]
     missed = dict.fromkeys((later for _, later, index in pairs if index >= 0.8), 1.0)
     for _, later, index in pairs:
@@ -282,7 +286,7 @@ def test_clusters_and_their_sizes_are_those_of_a_plain_search(tmp_path, monkeypa
 
 def test_corpora_that_cannot_be_compared_are_refused(tmp_path):
     documents = random_documents([8, 9], 100)
-    write_corpus(tmp_path / "A", documents, numbered_tokenizer(100))
+    write_corpus(tmp_path / "A", documents)
     write_corpus(tmp_path / "B", documents, numbered_tokenizer(101))
     with pytest.raises(DataError, match=r"B was written with tokenizer \w{12}, but .*A with \w{12}: the same ids mean"):
         find(tmp_path / "list", tmp_path / "A", tmp_path / "B")
