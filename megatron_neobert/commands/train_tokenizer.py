@@ -97,7 +97,7 @@ class InputTexts:
                 for chunk in chunks:
                     before = bar.n
                     for batch in read_chunk(chunk, self._settings):
-                        rejected = Counter(record.reason for record in batch.rejected)
+                        rejected: Counter[str] = Counter(record.reason for record in batch.rejected)
                         counts.add(Counts(len(batch.texts), rejected=rejected, dropped=batch.dropped))
                         if first_error is None and batch.rejected:
                             first_error = batch.rejected[0].describe(chunk, path)
