@@ -8,8 +8,7 @@ therefore stay together, and new rows move no old ones.
 
 The protocol is GLUE's, with one evaluation per epoch and, where the model's class has the choice, a head on the mean of
 the token states. The validation set chooses the step and the point by accuracy. Each run evaluates its best weights
-once on the test set, if there is one. OUTPUT/NAME/classify/DATASET has the ledger, the best weights, and confusion.png:
-which class was predicted for the rows of each class. OUTPUT/NAME/classify.json and .md have the results.
+once on the test set, if there is one. confusion.png shows which class was predicted for the rows of each class.
 """
 
 import tempfile
@@ -61,10 +60,9 @@ class ClassifyTask(Task):
 
 
 def run_classify(options: ClassifyOptions) -> Path:
-    """Execute the unfinished runs. After each dataset, write the results; then all figures.
+    """Execute the unfinished runs, draw the figures, and return OUTPUT/MODEL, the folder with classify.json and .md.
 
-    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises MissingInputError without a dataset, and
-    DataError if a dataset has one class only.
+    Raises MissingInputError without a dataset, and DataError if a dataset has one class only.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     tasks = [

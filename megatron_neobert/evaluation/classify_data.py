@@ -113,13 +113,12 @@ def _to_rows(rows: Dataset, columns: Sequence[str], where: str) -> Rows:
         values[-1] = [classes[label] if label in range(len(classes)) else None for label in values[-1]]
     texts = [[to_text(value) for value in column] for column in values]
     if not classes:
-        texts[-1] = list(map(_canonical, texts[-1]))
+        # The same text for each spelling of a number or a boolean: 1 for 1.0, and true for True.
+        texts[-1] = [
+            label.lower() if label.lower() in ("true", "false") else _WHOLE_FLOAT.sub(r"\1", label)
+            for label in texts[-1]
+        ]
     for column, cells in zip(columns, texts, strict=True):
         if "" in cells:
             raise DataError(f"{where} row {cells.index('')} has no {column}; write one text or number.")
     return Rows(texts[:-1], texts[-1], digest_of(rows, columns))
-
-
-def _canonical(label: str) -> str:
-    """Return the same text for each spelling of a number or a boolean: 1 for 1.0, and true for True."""
-    return label.lower() if label.lower() in ("true", "false") else _WHOLE_FLOAT.sub(r"\1", label)

@@ -39,7 +39,6 @@ from megatron_neobert.evaluation.embed_data import (
     DatasetSettings,
     PairCollator,
     PlannedBatchSampler,
-    SamplingPlan,
     TrainingSettings,
     find_pairs,
     load_pairs,
@@ -61,8 +60,7 @@ _SCORE = f"eval_{VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 def run_contrastive(options: EmbedderOptions) -> None:
     """Fine-tune an encoder. Write OUTPUT/MODEL/MODEL-contrastive, and contrastive.json and .md next to that folder.
 
-    A second call resumes an interrupted run from its newest checkpoint, and does not repeat a finished run. Checkpoints
-    are deleted at the end. Collective: all processes of a torchrun.
+    A finished run is not repeated. Collective: all processes of a torchrun.
 
     Raises OutputError if the final folder exists, but was made with other settings or data.
     """
@@ -258,15 +256,12 @@ def train(
     default_prompts = prompts.get(max(pairs, key=lambda key: len(pairs[key])), {})
     query_prompts = {key: columns["query"] for key, columns in prompts.items()}
     model.prompts = {**model.prompts, **default_prompts, **query_prompts}
-    plan = SamplingPlan(
-        names=tuple(pairs),
-        sizes=tuple(len(dataset) for dataset in pairs.values()),
-        batch_sizes=tuple(config.datasets[key].batch_size(training.batch_size) for key in pairs),
+    arguments.multi_dataset_batch_sampler = partial(
+        PlannedBatchSampler,
+        batch_sizes={key: config.datasets[key].batch_size(training.batch_size) for key in pairs},
         alpha=training.alpha,
         batches=training.steps * arguments.world_size,
-        seed=options.seed,
     )
-    arguments.multi_dataset_batch_sampler = partial(PlannedBatchSampler, plan=plan)
     arguments.prompts = prompts
     trainer = _Trainer(
         model=model,

@@ -10,8 +10,7 @@ only on the data and the seed. Within a dataset it is the order of sentence-tran
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -158,68 +157,62 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
         rows = (row for batch in batches for row in batch.to_pylist())
     for row in rows:
         names |= dict.fromkeys(row)
-        yield _clean(row)
+        query, positive = (to_text(row.get(name)).strip() for name in ("query", "positive"))
+        negatives = row.get("negatives") or []
+        if not isinstance(negatives, list):
+            raise TypeError(f"negatives is {negatives!r:.80}, not a list of texts")
+        texts = dict.fromkeys(to_text(text).strip() for text in negatives)
+        kept = [text for text in texts if text not in ("", query, positive)]
+        yield {"query": query, "positive": positive, "negatives": kept}
     if missing := {"query", "positive"} - set(names):
         raise DataError(
             f"{path} has the columns {', '.join(names)}, but no {', '.join(sorted(missing))}; rename the columns."
         )
 
 
-def _clean(row: dict[str, Any]) -> dict[str, Any]:
-    query, positive = (to_text(row.get(name)).strip() for name in ("query", "positive"))
-    negatives = row.get("negatives") or []
-    if not isinstance(negatives, list):
-        raise TypeError(f"negatives is {negatives!r:.80}, not a list of texts")
-    texts = [to_text(text).strip() for text in negatives]
-    negatives = list(dict.fromkeys(text for text in texts if text not in ("", query, positive)))
-    return {"query": query, "positive": positive, "negatives": negatives}
-
-
 # --- batches
 
 
-@dataclass(frozen=True)
-class SamplingPlan:
-    """Settings of the batch order. Tuples follow the order of the DatasetDict."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]  # pairs per dataset
-    batch_sizes: tuple[int, ...]  # pairs per batch
-    alpha: float
-    batches: int  # of all processes
-    seed: int
-
-    def draw_datasets(self) -> np.ndarray:
-        """Return the index of the dataset of each batch."""
-        weights = np.asarray(self.sizes, dtype=np.float64) ** self.alpha
-        generator = np.random.default_rng([self.seed, 0])
-        return generator.choice(len(self.sizes), size=self.batches, p=weights / weights.sum())
+def draw_datasets(sizes: Sequence[int], *, alpha: float, batches: int, seed: int) -> np.ndarray:
+    """Return the index of the dataset of each batch, given the pairs per dataset."""
+    weights = np.asarray(sizes, dtype=np.float64) ** alpha
+    return np.random.default_rng([seed, 0]).choice(len(sizes), size=batches, p=weights / weights.sum())
 
 
 class PlannedBatchSampler(MultiDatasetDefaultBatchSampler):
-    """Yields the batches of a plan as indices into the concatenated datasets. The trainer constructs it."""
+    """Yields `batches` batches as indices into the concatenated datasets. The trainer constructs it.
+
+    `batch_sizes` has the pairs per batch of each dataset, by its name for messages, in the order of the datasets.
+    """
 
     def __init__(
-        self, dataset: ConcatDataset, batch_samplers: list[BatchSampler], *, plan: SamplingPlan, **arguments: Any
+        self,
+        dataset: ConcatDataset,
+        batch_samplers: list[BatchSampler],
+        *,
+        batch_sizes: Mapping[str, int],
+        alpha: float,
+        batches: int,
+        **arguments: Any,
     ) -> None:
         super().__init__(dataset, batch_samplers, **arguments)
-        self.plan = plan
+        self.batch_sizes, self.alpha, self.batches = batch_sizes, alpha, batches
         # Batch sizes differ. With a fixed size, accelerate would drop batches of other sizes.
         self.batch_size = None  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[list[int]]:
-        offsets = [0, *itertools.accumulate(self.plan.sizes)]
+        sizes = [len(pairs) for pairs in self.dataset.datasets]  # type: ignore[arg-type]
+        offsets = [0, *itertools.accumulate(sizes)]
+        sources = zip(self.dataset.datasets, self.batch_sizes.items(), strict=True)
         streams = [
-            distinct_batches(dataset, batch_size, seed=(self.plan.seed, number), name=name)
-            for number, (dataset, batch_size, name) in enumerate(
-                zip(self.dataset.datasets, self.plan.batch_sizes, self.plan.names, strict=True), start=1
-            )
+            distinct_batches(pairs, batch_size, seed=(self.seed, number), name=name)
+            for number, (pairs, (name, batch_size)) in enumerate(sources, start=1)
         ]
-        for index in self.plan.draw_datasets():
+        for index in draw_datasets(sizes, alpha=self.alpha, batches=self.batches, seed=self.seed):
             yield [offsets[index] + pair for pair in next(streams[index])]
 
     def __len__(self) -> int:
-        return self.plan.batches
+        return self.batches
 
 
 class _TextColumns:

@@ -208,8 +208,7 @@ class ProgressBar(transformers.TrainerCallback):
 def seconds_left(run: Run, elapsed_seconds: float, *, done: float) -> float:
     """Return the seconds until the last run of a task ends, if no run stops early and all are as fast as this one.
 
-    Args:
-        done: Finished share of the run's steps.
+    `done` is the finished share of the run's steps.
     """
     return elapsed_seconds / done * (1 - done + -(-(run.count - run.number) // run.options.jobs))
 
@@ -217,9 +216,7 @@ def seconds_left(run: Run, elapsed_seconds: float, *, done: float) -> float:
 class PaperTrainer(transformers.Trainer):
     """Trainer with the paper's optimizer, learning-rate schedule, evaluations and early stopping.
 
-    Attributes:
-        splits: The encoded splits of the task, by name.
-        scores_by_step: Scores of the validation set, by the number of steps before the evaluation.
+    `splits` has the encoded splits of the task, and `scores_by_step` the scores of the validation set by step.
     """
 
     def __init__(self, run: Run) -> None:

@@ -1,8 +1,5 @@
 """GLUE evaluation of one model: sweeps on all tasks, and transfer from MNLI.
 
-OUTPUT/NAME/glue/TASK has the ledger and the best weights of a task; OUTPUT/NAME/glue.json and .md have the results.
-The same command resumes after a kill. Commands for different tasks may run at the same time.
-
 With transfer from MNLI, all layers except the output layer start from the fine-tuned weights.
 
 Task and column names are from nyu-mll/glue on the Hub. WNLI is excluded, as in the paper. Scores are computed by
@@ -148,10 +145,7 @@ def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
 
 
 def run_glue(options: GlueOptions) -> Path:
-    """Execute the unfinished runs. After each task, write glue.json and glue.md.
-
-    Return OUTPUT/MODEL, the folder with these files.
-    """
+    """Execute the unfinished runs, and return OUTPUT/MODEL, the folder with glue.json and glue.md."""
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
     options, folder = resolve_device(options), options.output / model_name(options.model)

@@ -133,14 +133,10 @@ def write_record(
     results: Mapping[str, Any],
     origin: Mapping[str, Any],
 ) -> None:
-    """Write the JSON record of one evaluation of one model, whole or not at all. Replace an existing file.
+    """Write KIND.json, the record of one evaluation of the model in `folder`, whole or not at all.
 
-    Args:
-        path: File to write, KIND.json. Its folder is created if it is missing.
-        folder: The model's folder. Its name is that of the model.
-        fingerprint: Fingerprint of the model that was measured; the folder may have been replaced since.
-        settings: Everything needed to repeat the measurement, including the seed.
-        origin: Machine and package versions, from `describe_process` or `origin_of`.
+    `fingerprint` is that of the measured model; the folder may have been replaced since. `settings` has everything
+    needed to repeat the measurement, and `origin` comes from `describe_process` or `origin_of`.
     """
     record = {
         "kind": path.stem,

@@ -204,11 +204,9 @@ def check_modules(folder: Path) -> None:
         prompts = read_object(path).get("prompts") or {}
         if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
             raise ConversionError(f"{path}: prompts is {quote(prompts)}, but must be texts by name. Correct the value.")
-    if (path := folder / "modules.json").exists():
-        _check_list(folder, path, read_json(path))
-
-
-def _check_list(folder: Path, path: Path, entries: Any) -> None:
+    if not (path := folder / "modules.json").exists():
+        return
+    entries = read_json(path)
     try:
         folders = {entry["path"]: entry["type"] for entry in entries}
         kinds = [kind.rpartition(".")[2] for kind in folders.values() if kind.startswith(_PREFIX)]
@@ -225,20 +223,16 @@ def _check_list(folder: Path, path: Path, entries: Any) -> None:
             "are supported, in this order and without arguments; evaluate this model with mteb itself."
         )
     for name, kind in zip(folders, kinds, strict=True):
-        if kind in ("Pooling", "Dense") and not (config := folder / name / "config.json").is_file():
+        module, config = folder / name, folder / name / "config.json"
+        if kind in ("Pooling", "Dense") and not config.is_file():
             raise MissingInputError(f"{config}: no such file; fetch the folder again.")
         if kind == "Dense":
-            _check_dense(folder / name)
-
-
-def _check_dense(folder: Path) -> None:
-    """Raise ConversionError if the folder of a Dense layer has pickled weights, or another activation than torch's."""
-    activation = read_object(folder / "config.json").get("activation_function", _TANH)
-    if not isinstance(activation, str) or not _ACTIVATION.fullmatch(activation):
-        raise ConversionError(
-            f"{folder / 'config.json'}: activation_function is {quote(activation)}, not a class like {_TANH}; name one."
-        )
-    if not (folder / WEIGHTS).is_file() or any(folder.glob("*.bin")):
-        raise ConversionError(
-            f"{folder}: the weights must be in {WEIGHTS} and not pickled; save them with safetensors."
-        )
+            activation = read_object(config).get("activation_function", _TANH)
+            if not isinstance(activation, str) or not _ACTIVATION.fullmatch(activation):
+                raise ConversionError(
+                    f"{config}: activation_function is {quote(activation)}, not a class like {_TANH}; name one."
+                )
+            if not (module / WEIGHTS).is_file() or any(module.glob("*.bin")):
+                raise ConversionError(
+                    f"{module}: the weights must be in {WEIGHTS} and not pickled; save them with safetensors."
+                )

@@ -76,8 +76,8 @@ def run_mteb(options: MtebOptions) -> None:
     prompts, digest = dict[str, str](), "those of the folder"
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
-        prompts, digest = read_instructions(path, options.prompt_style, tokenizer), sha256_of(path)[:12]
-        require_instructions(prompts, list(subtasks.values()))
+        prompts = read_instructions(path, options.prompt_style, tokenizer, list(subtasks.values()))
+        digest = sha256_of(path)[:12]
     device, folder = choose_device(options.device), options.output / model_name(options.model)
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
     protocol |= {"instructions": digest, "prompt_style": options.prompt_style if prompts else None}
@@ -136,10 +136,7 @@ def measure_tasks(
     """Return the main score of each task with a revision, as a fraction of 1, and print a line for each task.
 
     Scores in the cache `folder` are read, not measured again. The encoder is built before the first measurement.
-
-    Args:
-        tasks: Tasks without aggregates, by name.
-        revisions: Revision of the model for each task that has data.
+    `revisions` has the revision of the model for each task that has data.
     """
     cache, encoder, scores = mteb.ResultCache(folder), None, dict[str, float]()
     for number, (name, task) in enumerate(tasks.items(), start=1):
@@ -186,13 +183,13 @@ def measure_tasks(
 # --- the encoder
 
 
-def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: Any) -> dict[str, str]:
+def read_instructions(
+    path: Path, style: Literal["prefix", "paper"], tokenizer: Any, tasks: Sequence[Any]
+) -> dict[str, str]:
     """Return the prompts of a YAML file. For each task or task type NAME, the keys are NAME and NAME-document.
 
-    In style `prefix`, a prompt is the instruction and a space, and prompts of documents are empty. In style `paper`, a
-    prompt is the instruction, the separator and the first special token of `tokenizer`, for documents too.
-
-    Raises ConfigError if the style is `paper`, and the tokenizer lacks one of these tokens.
+    Raises ConfigError if the style is `paper`, and the tokenizer lacks one of these tokens, or if the file has neither
+    the name nor the type of one of the `tasks`.
     """
     content, remedy = dict[Literal["tasks", "types"], dict[str, str]], "write the keys tasks and types, each with texts"
     sections = read_yaml("--instructions", path, content, remedy=remedy)
@@ -205,17 +202,13 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
     for name, text in [item for section in sections.values() for item in section.items()]:
         prompts[name] = text + end if text.strip() else ""
         prompts[f"{name}-document"] = prompts[name] if style == "paper" else ""
-    return prompts
-
-
-def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
-    """Raise ConfigError if, for any task, `prompts` has neither its name nor its type as a key."""
     names = {task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & prompts.keys()}
     if names:
         raise ConfigError(
             f"--instructions has no text for {', '.join(sorted(names))}; add the name under tasks, or its type under "
             "types. The text may be empty."
         )
+    return prompts
 
 
 def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTransformerEncoderWrapper:
@@ -264,15 +257,9 @@ def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str])
     """Return copies of the tasks with these names. Without names, return all tasks of the benchmark.
 
     If English is the only language, a named task has the settings of the English MTEB benchmark that contains it.
-    MSMARCO, for example, uses its dev split.
+    MSMARCO, for example, uses its dev split. Subsets of a named task in other languages are excluded.
 
-    Args:
-        names: Names of mteb's tasks.
-        languages: ISO 639-3 codes. Subsets of a named task in other languages are excluded.
-
-    Raises:
-        ConfigError: mteb has no such benchmark, task or language, or a name is repeated, or names are given together
-            with a benchmark that is not the default, or languages without names.
+    Raises ConfigError if mteb has no such benchmark, task or language, or if the arguments exclude each other.
     """
     if names and benchmark != MTEB_PAPER:
         raise ConfigError(f"--benchmark {benchmark} and --tasks {' '.join(names)} exclude each other; remove one.")

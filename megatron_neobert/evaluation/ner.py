@@ -7,8 +7,7 @@ precision, recall and F1 over entities: both boundaries and the type must match.
 reads tags of all schemes like the script conlleval: an I- tag after O or after another type begins an entity.
 
 The protocol is GLUE's, with one evaluation per epoch. The validation set chooses the step and the point. Each run
-evaluates its best weights once on the test set, if there is one. OUTPUT/NAME/ner/DATASET has the ledger and the best
-weights; OUTPUT/NAME/ner.json and .md have the results.
+evaluates its best weights once on the test set, if there is one.
 """
 
 import re
@@ -64,10 +63,9 @@ class NerTask(Task):
 
 
 def run_ner(options: NerOptions) -> Path:
-    """Execute the unfinished runs. After each dataset, write ner.json and ner.md.
+    """Execute the unfinished runs, and return OUTPUT/MODEL, the folder with ner.json and ner.md.
 
-    Return OUTPUT/MODEL, the folder with these files. Raises MissingInputError without a dataset, and ConversionError if
-    the tokenizer cannot map words to tokens.
+    Raises MissingInputError without a dataset, and ConversionError if the tokenizer cannot map words to tokens.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -181,14 +179,10 @@ def to_tags(label_ids: NDArray[np.integer], encoded: Dataset, labels: Sequence[s
 
 
 def encode_sentences(rows: Rows, labels: Sequence[str], tokenizer: Any, length: int) -> Dataset:
-    """Tokenize sentences, sorted by number of words to reduce padding. Warn if words are beyond `length` tokens.
+    """Tokenize sentences with a fast tokenizer, sorted by number of words to reduce padding.
 
-    Args:
-        labels: Tags; the position of a tag is its label id.
-        tokenizer: A fast tokenizer.
-
-    Returns:
-        The columns input_ids, attention_mask and labels, word_tokens (the first token of each word, or -1), and tags.
+    The position of a tag in `labels` is its label id. Besides the inputs of a model, the columns are word_tokens (the
+    first token of each word, or -1) and tags. Warn if words are beyond `length` tokens.
     """
     sentences = sorted(zip(*rows.texts, rows.labels, strict=True), key=lambda sentence: len(sentence[0]))
     label_ids = {label: id for id, label in enumerate(labels)}

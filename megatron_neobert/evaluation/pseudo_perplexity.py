@@ -92,10 +92,7 @@ class DocumentResult:
 
 
 def run_perplexity(options: PerplexityOptions) -> None:
-    """Measure each model; write a record per model, and a page and a figure of all models; print a line per model.
-
-    The files are OUTPUT/MODEL/pseudo_perplexity.json, and OUTPUT/pseudo_perplexity.md and .png.
-    """
+    """Measure each model; write a record per model, and a page and a figure of all models; print a line per model."""
     models = find_models(options.model)
     for name, folder in models.items():
         results = evaluate_model(folder, options)

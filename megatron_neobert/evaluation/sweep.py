@@ -1,5 +1,8 @@
 """Sweeps: every point of a grid with every seed on one task. The weights of the best run are kept.
 
+OUTPUT/NAME/KIND/TASK has the ledger and the best weights of a task; OUTPUT/NAME/KIND.json and .md have the results. The
+same command resumes after a kill. Commands for different tasks may run at the same time.
+
 The score of a task is the mean over seeds at the best point of the grid, with the sample standard deviation over seeds.
 As in the literature, the point is chosen on the rows that it is measured on.
 

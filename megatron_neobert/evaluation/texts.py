@@ -1,4 +1,4 @@
-"""Texts of the documents of pseudo-perplexity. Imports no torch, so that a wrong --text-key is reported at once."""
+"""Texts of pseudo-perplexity. Imports neither torch nor datasets, so that a wrong --text-key is reported at once."""
 
 from collections import Counter
 from collections.abc import Iterator

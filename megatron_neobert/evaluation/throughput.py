@@ -38,9 +38,8 @@ def run_throughput(options: ThroughputOptions) -> None:
 def evaluate_model(name: str, folder: Path, options: ThroughputOptions) -> Path:
     """Measure a model at each length and batch size, write its record, and return the record's path.
 
-    Measurements in the ledger are reused. After a batch that does not fit into memory, larger batches of its length are
-    skipped. Lengths beyond learned positions are skipped, and on a CPU batches of more tokens than both CPU_MAX_TOKENS
-    and the longest length. Raises ConfigError if no length remains or flash attention is used with float32.
+    On a CPU, batches of more tokens than both CPU_MAX_TOKENS and the longest length are skipped. Raises ConfigError if
+    no length remains or flash attention is used with float32.
     """
     model = load_model(folder, "AutoModel", options)
     device = model.device

@@ -42,13 +42,9 @@ def write_model(folder: Path, kind: str, *, seed: int = 0) -> Path:
             for parameter in model.parameters():
                 parameter.mul_(8 if parameter.dim() > 1 else 1)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
-
-
-def write_tokenizer(folder: Path) -> None:
     vocabulary = write_vocabulary(folder / "vocab.txt", WORDS[len(SPECIAL) :])
     load_tokenizer(vocabulary).save_tokenizer_files(folder, model_max_length=LONGEST)
+    return folder
 
 
 def make_texts(count: int, *, longest: int, seed: int = 0) -> list[str]:

@@ -180,11 +180,8 @@ def test_instruction_precedes_the_texts_that_the_setting_names(inputs, setting, 
     for name, expected in (("query", in_queries), ("document", in_documents)):
         texts = model.tokenizer.batch_decode(batch[f"{name}_input_ids"], skip_special_tokens=True)
         assert [text.startswith("similar :") for text in texts] == [expected] * len(texts)
-
-
-def test_prompt_of_an_empty_instruction_is_empty(inputs):
-    sources = {"SMALL": DatasetSettings(divisor=1, instruction=" ")}
-    assert build_prompts(sources, TrainingSettings()) == {"SMALL": {"query": ""}}
+    empty = build_prompts({"SMALL": DatasetSettings(instruction=" ")}, TrainingSettings())
+    assert empty == {"SMALL": {"query": ""}}
 
 
 def test_final_folder_loads_in_sentence_transformers_with_a_prompt_per_dataset(trained):

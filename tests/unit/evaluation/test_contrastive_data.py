@@ -1,6 +1,5 @@
 """Contrastive fine-tuning: its YAML file, pairs from local files, batches."""
 
-import dataclasses
 import itertools
 
 import datasets
@@ -17,8 +16,8 @@ from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.embed_data import (
     DatasetSettings,
     PlannedBatchSampler,
-    SamplingPlan,
     distinct_batches,
+    draw_datasets,
     find_pairs,
     load_pairs,
     without_held_out,
@@ -57,14 +56,11 @@ def test_unknown_or_invalid_setting_is_refused_by_name(tmp_path, text, message):
         read_config(tmp_path / "run.yaml")
 
 
-def test_file_in_the_documentation_is_valid(tmp_path):
+def test_file_in_the_documentation_and_a_number_that_yaml_reads_as_a_string_are_valid(tmp_path):
     page = (REPOSITORY / "docs" / "evaluation.md").read_text()
     (tmp_path / "run.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
     config = read_config(tmp_path / "run.yaml")
     assert (config.training.steps, config.datasets["FAQ"].divisor) == (500, 2)
-
-
-def test_number_that_yaml_reads_as_a_string_is_accepted(tmp_path):
     (tmp_path / "run.yaml").write_text("training: {learning_rate: 1e-3}")
     assert read_config(tmp_path / "run.yaml").training.learning_rate == 1e-3
 
@@ -85,12 +81,10 @@ def test_files_of_the_folder_are_the_datasets_unless_the_yaml_file_names_some(tm
     with pytest.raises(ConfigError, match=r"'my pairs\.jsonl' is no name of a dataset"):
         find_pairs(tmp_path, [])
     assert list(find_pairs(tmp_path, ["A"])) == ["A", "validation"]
-
-
-def test_folder_without_pairs_to_train_on_is_refused(tmp_path):
-    (tmp_path / "validation.jsonl").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "validation.jsonl").touch()
     with pytest.raises(MissingInputError, match="has no pairs to train on"):
-        find_pairs(tmp_path, [])
+        find_pairs(tmp_path / "empty", [])
 
 
 def test_both_formats_give_the_same_pairs_and_a_changed_file_is_read_again(tmp_path):
@@ -131,16 +125,14 @@ def test_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
 
 
 def test_training_pairs_with_a_held_out_query_are_dropped_and_shared_documents_are_kept(capfd):
-    held_out = make([("q1", "p1"), ("q2", "p2")])
-    pairs = make([("q1", "p9"), ("p9", "q2"), ("q3", "p1"), ("q4", "p4")])
+    held_out, pairs = (
+        datasets.Dataset.from_list([{"query": query, "positive": text, "negatives": []} for query, text in texts])
+        for texts in ([("q1", "p1"), ("q2", "p2")], [("q1", "p9"), ("p9", "q2"), ("q3", "p1"), ("q4", "p4")])
+    )
     assert without_held_out(pairs, held_out, "KEY")["query"] == ["q3", "q4"]
     assert "KEY: dropped 2 of 4 pairs with a held-out query" in capfd.readouterr().err
     with pytest.raises(DataError, match="KEY: every pair has a query of the file validation"):
         without_held_out(held_out, held_out, "KEY")
-
-
-def make(pairs):
-    return datasets.Dataset.from_list([{"query": query, "positive": text, "negatives": []} for query, text in pairs])
 
 
 @pytest.mark.parametrize(
@@ -167,11 +159,12 @@ def make_repetitive(count: int, *, distinct: int, name: str = "") -> list[dict]:
     return [{"query": f"{name}q{i % distinct}", "positive": f"{name}p{i}", "negatives": []} for i in range(count)]
 
 
-def draw(plan: SamplingPlan) -> list[list[int]]:
+def draw(seed: int = 3) -> list[list[int]]:
     library_samplers = [BatchSampler(RandomSampler(pairs), 1, drop_last=True) for pairs in DATASETS]
-    sampler = PlannedBatchSampler(ConcatDataset(DATASETS), library_samplers, plan=plan)
+    plan = {"batch_sizes": BATCH_SIZES, "alpha": 0.5, "batches": 200, "seed": seed}
+    sampler = PlannedBatchSampler(ConcatDataset(DATASETS), library_samplers, **plan)
     batches = list(sampler)
-    assert len(sampler) == len(batches) == plan.batches
+    assert len(sampler) == len(batches) == 200
     return batches
 
 
@@ -180,15 +173,15 @@ DATASETS = [
     make_repetitive(240, distinct=80, name="b"),
     make_repetitive(15, distinct=15),
 ]
-PLAN = SamplingPlan(names=("a", "b", "c"), sizes=(60, 240, 15), batch_sizes=(8, 16, 5), alpha=0.5, batches=200, seed=3)
+BATCH_SIZES = {"a": 8, "b": 16, "c": 5}
 
 
 def test_batch_has_pairs_of_one_dataset_and_no_text_twice():
     pairs = list(itertools.chain(*DATASETS))
-    dataset_indices = np.repeat(np.arange(3), PLAN.sizes)
-    for batch in draw(PLAN):
-        (index,) = set(dataset_indices[batch])
-        assert len(batch) == PLAN.batch_sizes[index]
+    keys = np.repeat(list(BATCH_SIZES), [len(dataset) for dataset in DATASETS])
+    for batch in draw():
+        (key,) = set(keys[batch])
+        assert len(batch) == BATCH_SIZES[key]
         texts = [text for pair in batch for text in {pairs[pair]["query"], pairs[pair]["positive"]}]
         assert len(texts) == len(set(texts))
 
@@ -201,17 +194,13 @@ def test_text_in_another_column_counts_as_repeated(column):
     assert not any({0, 1} <= set(batch) for batch in batches)
 
 
-def test_datasets_are_drawn_in_proportion_to_the_root_of_their_size():
+def test_order_depends_on_the_seed_and_datasets_are_drawn_in_proportion_to_the_root_of_their_size():
+    assert draw() == draw()
+    assert draw() != draw(seed=4)
     sizes, roots = np.asarray([100, 400, 1600, 6400]), np.asarray([10, 20, 40, 80])
-    plan = SamplingPlan(names=tuple("abcd"), sizes=tuple(sizes), batch_sizes=(2,) * 4, alpha=0.5, batches=3000, seed=0)
-    counts = np.bincount(plan.draw_datasets(), minlength=4)
-    assert chisquare(counts, plan.batches * roots / roots.sum()).pvalue > 0.05
-    assert chisquare(counts, plan.batches * sizes / sizes.sum()).pvalue < 1e-9
-
-
-def test_order_depends_on_the_seed():
-    assert draw(PLAN) == draw(PLAN)
-    assert draw(PLAN) != draw(dataclasses.replace(PLAN, seed=4))
+    counts = np.bincount(draw_datasets(sizes, alpha=0.5, batches=3000, seed=0), minlength=4)
+    assert chisquare(counts, 3000 * roots / roots.sum()).pvalue > 0.05
+    assert chisquare(counts, 3000 * sizes / sizes.sum()).pvalue < 1e-9
 
 
 def test_dataset_without_enough_distinct_texts_is_refused():

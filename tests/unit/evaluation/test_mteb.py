@@ -26,7 +26,6 @@ from megatron_neobert.evaluation.mteb import (
     load_task,
     measure_tasks,
     read_instructions,
-    require_instructions,
     store_task,
     to_score,
 )
@@ -186,7 +185,7 @@ def test_instruction_precedes_queries_and_in_style_paper_documents(
     folder, hub, tmp_path, style, start, documents_without
 ):
     (tmp_path / "file.yaml").write_text("types: {Retrieval: food money}")
-    encoder = build(folder, read_instructions(tmp_path / "file.yaml", style, AutoTokenizer.from_pretrained(folder)))
+    encoder = build(folder, read_instructions(tmp_path / "file.yaml", style, AutoTokenizer.from_pretrained(folder), []))
     texts = encoded_texts(encoder, tmp_path)
     assert len(texts) == 3 + 9
     assert sum(not text.startswith(start) for text in texts) == documents_without
@@ -235,8 +234,8 @@ def file(tmp_path):
 
 def test_prompts_are_by_task_and_type_and_an_empty_instruction_gives_an_empty_prompt(file):
     expected = {"Retrieval": "Find it. ", "Retrieval-document": "", "FEVER": "", "FEVER-document": ""}
-    assert read_instructions(file, "prefix", TOKENIZER) == expected
-    paper = read_instructions(file, "paper", TOKENIZER)
+    assert read_instructions(file, "prefix", TOKENIZER, []) == expected
+    paper = read_instructions(file, "paper", TOKENIZER, [])
     assert paper["Retrieval"] == paper["Retrieval-document"] == "Find it.[SEP] [CLS]"
     assert paper["FEVER"] == paper["FEVER-document"] == ""
 
@@ -244,22 +243,21 @@ def test_prompts_are_by_task_and_type_and_an_empty_instruction_gives_an_empty_pr
 def test_task_without_an_instruction_is_refused_by_name(file):
     tasks = [SimpleNamespace(metadata=SimpleNamespace(name="STS12", type="STS"))]
     with pytest.raises(ConfigError, match="no text for STS12"):
-        require_instructions(read_instructions(file, "prefix", TOKENIZER), tasks)
+        read_instructions(file, "prefix", TOKENIZER, tasks)
     file.write_text("tasks: {STS12: ''}")
-    require_instructions(read_instructions(file, "prefix", TOKENIZER), tasks)
+    read_instructions(file, "prefix", TOKENIZER, tasks)
 
 
 @pytest.mark.parametrize("content", ["[1]", "a: {b: c}", "tasks: {b: 3}", "tasks: [x]", "{", ""])
 def test_file_with_other_content_is_refused_by_name(content, tmp_path):
     (tmp_path / "bad.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
-        read_instructions(tmp_path / "bad.yaml", "prefix", TOKENIZER)
+        read_instructions(tmp_path / "bad.yaml", "prefix", TOKENIZER, [])
 
 
 def test_recipe_has_an_instruction_for_every_task_of_both_english_benchmarks_and_no_unknown_name():
-    prompts = read_instructions(RECIPE, "prefix", TOKENIZER)
     tasks = [task for name in MTEB_BENCHMARKS for task in flatten(choose_tasks(name, (), ()))]
-    require_instructions(prompts, tasks)
+    prompts = read_instructions(RECIPE, "prefix", TOKENIZER, tasks)
     known = {name for task in tasks for name in (task.metadata.name, task.metadata.type)}
     assert {name.removesuffix("-document") for name in prompts} <= known
 

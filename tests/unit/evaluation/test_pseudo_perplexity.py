@@ -13,14 +13,7 @@ import pytest
 import torch
 from json_files import edit_json, write_jsonl
 from scipy import stats
-from unit.evaluation.pseudo_perplexity_models import (
-    ARCHITECTURES,
-    LONGEST,
-    make_texts,
-    plain_losses,
-    write_model,
-    write_tokenizer,
-)
+from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, LONGEST, make_texts, plain_losses, write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation import pseudo_perplexity
@@ -118,30 +111,22 @@ SHORT_TEXTS = ["the cat sat", "a mat", "the cat sat on the mat . a cat", "cat"] 
 ADDED = 2  # [CLS] and [SEP]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    return load_tokenizer(folder)
-
-
 @pytest.fixture
-def select(tokenizer, tmp_path):
+def select(folder, tmp_path):
     """Return a function that selects from texts, or from the files of a folder."""
 
     def run(data, *, max_length=40, **options):
         if isinstance(data, list):
             data = write_jsonl(tmp_path / "texts.jsonl", [{"content": text} for text in data])
         defaults = {"model": (), "output": "out", "data": (str(data),), "min_length": 1}
-        return select_documents(PerplexityOptions(**{**defaults, **options}), tokenizer, max_length)
+        return select_documents(PerplexityOptions(**{**defaults, **options}), load_tokenizer(folder), max_length)
 
     return run
 
 
-def test_tokens_added_by_the_tokenizer_are_never_masked_and_written_ones_are_plain_text(tokenizer, select):
+def test_tokens_added_by_the_tokenizer_are_never_masked_and_written_ones_are_plain_text(folder, select):
     [document], _ = select(["cat [SEP] sat"])
-    tokens = tokenizer.convert_ids_to_tokens(document.ids_s.tolist())
+    tokens = load_tokenizer(folder).convert_ids_to_tokens(document.ids_s.tolist())
     assert tokens == ["[CLS]", "cat", "[", "sep", "]", "sat", "[SEP]"]
     assert (document.positions, document.scorable) == ((1, 2, 3, 4, 5), 5)
 

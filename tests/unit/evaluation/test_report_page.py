@@ -170,6 +170,14 @@ def test_folders_without_records_are_refused(tmp_path):
 # --- figures
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures, which are kept instead of saved."""
+    figures = []
+    monkeypatch.setattr("megatron_neobert.evaluation.plots.save_figure", lambda figure, _: figures.append(figure))
+    return figures
+
+
 def draw(path, name, label="tokens"):
     plot_curves(path, [Curve(name, [512, 1024], [3, 2])], x_label=label, y_label=label, title=label)
     return path.read_bytes()
@@ -189,9 +197,7 @@ def test_band_of_a_single_length_is_visible(tmp_path):
     assert is_coloured.sum(axis=0).max() > 300, "a vertical line over half of the figure; a marker has 12 pixels"
 
 
-def test_point_without_an_interval_is_hollow_and_the_title_says_so(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("megatron_neobert.evaluation.plots.save_figure", lambda figure, _: drawn.append(figure))
+def test_point_without_an_interval_is_hollow_and_the_title_says_so(tmp_path, drawn):
     put(tmp_path, "pseudo_perplexity")
     write_report([tmp_path], tmp_path / "report")
     (axes,) = drawn[0].axes
@@ -202,9 +208,7 @@ def test_point_without_an_interval_is_hollow_and_the_title_says_so(tmp_path, mon
     assert len(axes.get_legend().get_texts()) == 1
 
 
-def test_axis_of_a_single_length_is_labelled_with_this_length_alone(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("megatron_neobert.evaluation.plots.save_figure", lambda figure, _: drawn.append(figure))
+def test_axis_of_a_single_length_is_labelled_with_this_length_alone(tmp_path, drawn):
     for lengths in ([97], [97, 194]):
         curve = Curve("a", lengths, [3.0] * len(lengths))
         plot_curves(tmp_path / "a.png", [curve], x_label="x", y_label="y", title="t", log_x=True)
