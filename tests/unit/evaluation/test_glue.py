@@ -191,24 +191,20 @@ def write_parquet(folder: Path) -> None:
         datasets.Dataset.from_list([row]).to_parquet(str(folder / f"train-0000{number}-of-00002.parquet"))
 
 
-def write_json_lines(folder: Path) -> None:
-    write_jsonl(folder / "train.jsonl", datasets.Dataset.from_dict(COLUMNS).to_list())
+LINES = '"a ""cat"", sat","one\nline",not_entailment\r\n12,off\x85\u2028.,entailment\r\n'
+FORMATS = {
+    "parquet": write_parquet,
+    "jsonl": lambda folder: write_jsonl(folder / "train.jsonl", datasets.Dataset.from_dict(COLUMNS).to_list()),
+    "csv": lambda folder: write(folder, "train.csv", f"\ufeffsentence1,sentence2,label\r\n{LINES}"),
+    "saved": lambda folder: datasets.DatasetDict({"train": datasets.Dataset.from_dict(COLUMNS)}).save_to_disk(folder),
+}
 
 
-def write_csv(folder: Path) -> None:
-    lines = '"a ""cat"", sat","one\nline",not_entailment\r\n12,off\x85\u2028.,entailment\r\n'
-    write(folder, "train.csv", f"\ufeffsentence1,sentence2,label\r\n{lines}")
-
-
-def save_dataset(folder: Path) -> None:
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict(COLUMNS)}).save_to_disk(str(folder))
-
-
-@pytest.mark.parametrize("write_format", [write_parquet, write_json_lines, write_csv, save_dataset])
+@pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("name", ["RTE", "rte"])
-def test_every_format_gives_the_same_rows(tmp_path, write_format, name):
+def test_every_format_gives_the_same_rows(tmp_path, format_, name):
     (tmp_path / name).mkdir()
-    write_format(tmp_path / name)
+    FORMATS[format_](tmp_path / name)
     split = read_task(tmp_path, TASKS["rte"], "train")
     assert (split.texts, split.labels) == ([COLUMNS["sentence1"], COLUMNS["sentence2"]], [1, 0])
 

@@ -88,38 +88,32 @@ def test_every_format_gives_the_same_sentences(tmp_path, format_):
     assert find_datasets(tmp_path) == ["set/en"]
 
 
+ONE_ANIMAL = "the O\ncat B-ANIMAL\n"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("files", "message"),
     [
-        ("cat\n", "line 1: 'cat' is one field; a line must begin with a word and end with its tag"),
-        ("the O\ncat ANIMAL\n", "train row 0: 'ANIMAL' is not a tag"),
-        ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, because the file has no tag names"),
-        ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "row 0 has 2 words, but 1 tags"),
+        ({"train": "cat\n"}, "line 1: 'cat' is one field; a line must begin with a word and end with its tag"),
+        ({"train": "the O\ncat ANIMAL\n"}, "train row 0: 'ANIMAL' is not a tag"),
+        ({"train": {"tokens": [["a"]], "ner_tags": [[1]]}}, "tag 1 has no name, because the file has no tag names"),
+        ({"train": {"tokens": [["a", "b"]], "ner_tags": [["O"]]}}, "row 0 has 2 words, but 1 tags"),
+        (
+            {"train": ONE_ANIMAL, "dev": "cat B-animal\n"},
+            "validation has the entity types animal, and train has the entity types ANIMAL",
+        ),
+        ({"train": ONE_ANIMAL, "dev": "the O\n"}, "has no entities, and train has the entity types ANIMAL"),
+        ({"train": "the O\n", "dev": ONE_ANIMAL}, "train has no entities"),
     ],
 )
-def test_data_with_missing_columns_or_invalid_tags_is_refused_with_its_position(tmp_path, content, message):
+def test_missing_columns_invalid_tags_and_splits_without_a_common_entity_type_are_refused(tmp_path, files, message):
     (tmp_path / "set").mkdir()
-    if isinstance(content, str):
-        (tmp_path / "set" / "train.txt").write_text(content)
-    else:
-        pyarrow.parquet.write_table(pa.table(content), tmp_path / "set" / "train.parquet")
+    for split, content in files.items():
+        if isinstance(content, str):
+            (tmp_path / "set" / f"{split}.txt").write_text(content)
+        else:
+            pyarrow.parquet.write_table(pa.table(content), tmp_path / "set" / f"{split}.parquet")
     with pytest.raises(DataError, match=message):
-        read_dataset(tmp_path, "set")
-
-
-@pytest.mark.parametrize(
-    ("tags", "message"),
-    [
-        (["O", "B-animal"], "validation has the entity types animal, and train has the entity types ANIMAL, THING"),
-        (["O", "O"], "has no entities, and train has the entity types ANIMAL, THING"),
-    ],
-)
-def test_split_without_an_entity_type_of_the_training_set_is_refused(tmp_path, tags, message):
-    write_text(tmp_path / "set", {"train": SENTENCES, "dev": [(["the", "cat"], tags)]})
-    with pytest.raises(DataError, match=message):
-        read_dataset(tmp_path, "set")
-    write_text(tmp_path / "set", {"train": [(["a"], ["O"])]})
-    with pytest.raises(DataError, match="train has no entities"):
         read_dataset(tmp_path, "set")
 
 
