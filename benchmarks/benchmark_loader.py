@@ -115,18 +115,17 @@ def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Sizes:
     import torch
 
     from megatron_neobert.config.schema import DataConfig, Settings, TrainingConfig
-    from megatron_neobert.data.batches.corpora import to_batch_settings
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
     from megatron_neobert.data.batches.order import split_documents
-    from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
-    from megatron_neobert.data.batches.windows import Source
+    from megatron_neobert.data.batches.stream import BatchStream
+    from megatron_neobert.data.batches.windows import BatchPhase, Source, token_ids_of
 
     settings = Settings(
         data=DataConfig(seq_length=job.seq_length, mask_prob=MASKED_SHARE),
         training=TrainingConfig(micro_batch_size=job.batch_size, global_batch_size=job.batch_size, seed=SEED),
     )
     source = Source(job.corpus, split_documents(len(job.corpus), "1")[0])
-    stream = BatchStream((BatchPhase((source,), to_batch_settings(settings, job.tokenizer)),))
+    stream = BatchStream((BatchPhase((source,), settings, token_ids_of(job.tokenizer)),))
     if with_dali:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         steps = build_dali_loader(stream, num_workers=num_workers, device=device)

@@ -156,8 +156,9 @@ def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespac
     from benchmarks.step_layouts import passes_in_each_layout
 
     micro, total = batch_sizes(seq_length, arguments)
-    sizes = {"seq_length": seq_length, "micro_batch_size": micro, "global_batch_size": total}
-    stream = run.training_stream.with_batch_settings(**sizes)  # the model does not depend on the length
+    settings = run.settings.with_section("training", micro_batch_size=micro, global_batch_size=total)
+    # The model does not depend on the length.
+    stream = run.training_stream.with_settings(settings.with_section("data", seq_length=seq_length))
     for _, batches in zip(range(arguments.rounds + 1), stream.rank_batches(), strict=False):
         yield passes_in_each_layout(batches, arguments.micro_batch_tokens)
 

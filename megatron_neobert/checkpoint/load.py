@@ -24,7 +24,6 @@ from megatron_neobert.checkpoint.start import read_fitting_run
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import changes, continue_warnings
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.stream import order_key
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.runtime.distributed import broadcast, first_of_ranks
@@ -79,8 +78,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     compared, phase = (saved.settings, run.settings), phase_at(run.settings, train_state.iteration)
     if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
         compared = phase_at(saved.settings, train_state.iteration).settings, phase.settings
-        order = order_key(compared[0], corpus_sha256=train_state.corpus_sha256)
-        cursor = run.training_stream.phases[phase.number].start_after(order, train_state.cursor)
+        begins = run.training_stream.phases[phase.number]
+        cursor = begins.start_after(compared[0], train_state.corpus_sha256, train_state.cursor)
         train_state = replace(train_state, cursor=cursor)
     corpus_sha256, first_corpus_sha256 = run.opened[phase.number].sha256, run.opened[0].sha256
     run.state = replace(train_state, corpus_sha256=corpus_sha256, first_corpus_sha256=first_corpus_sha256)

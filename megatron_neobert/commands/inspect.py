@@ -25,9 +25,10 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.text import percent, visible
 
 if TYPE_CHECKING:  # slow to import
+    from megatron_neobert.data.batches.batch import GlobalBatch
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-    from megatron_neobert.inspection.global_batch import RebuiltBatch, Segment
+    from megatron_neobert.inspection.global_batch import Segment
 
 _LEGEND = {
     "[MASK->word]": "predicted; the model sees [MASK]",
@@ -141,13 +142,15 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     run's newest checkpoint before the iteration, and takes the run's settings unless --config is given. `flags` of
     `neobert train` override settings of the run.
     """
+    from megatron_neobert.data.batches.corpora import open_phases
     from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 
     settings, checkpoint = open_iteration(options.load, options.iteration, flags)
-    batch = rebuild_batch(settings, options.iteration, checkpoint=checkpoint)
+    opened = open_phases(settings)
+    batch = rebuild_batch(settings, opened, options.iteration, checkpoint=checkpoint)
     segments = list(read_segments(batch))
     print(f"batch {options.iteration:,}", *describe(batch, segments), sep="\n  ")
-    if batch.settings.data.objective == "mlm":
+    if batch.phase.settings.data.objective == "mlm":
         print("", *(f"  {mark:15}{meaning}" for mark, meaning in _LEGEND.items()), sep="\n")
     columns = shutil.get_terminal_size((120, 24)).columns
     for number, sequence in itertools.groupby(segments, key=lambda segment: segment.sequence):
@@ -159,17 +162,17 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
                 f"  document {segment.document:,} of {visible(segment.corpus)}, epoch {segment.epoch}: "
                 f"{segment.text_tokens:,} of {segment.document_tokens:,} tokens from token {segment.first_token:,} on"
             )
-            text = to_text(segment, batch.tokenizer)
+            text = to_text(segment, opened[0].tokenizer)
             print(textwrap.fill(text, columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
 
 
-def describe(batch: "RebuiltBatch", segments: "list[Segment]") -> list[str]:
+def describe(batch: "GlobalBatch", segments: "list[Segment]") -> list[str]:
     """Return the statistics of a global batch as lines: packing, documents and predicted tokens."""
-    data, training = batch.settings.data, batch.settings.training
+    data, training = batch.phase.settings.data, batch.phase.settings.training
     lengths = [len(segment.input_ids_s) for segment in segments]
     capacity, tokens = training.global_batch_size * data.seq_length, sum(lengths)
     kinds = Counter(
-        "hidden" if input_id == batch.tokenizer.mask_id else "left as they are" if input_id == label else "replaced"
+        "hidden" if input_id == batch.phase.token_ids.mask else "left as they are" if input_id == label else "replaced"
         for segment in segments
         for input_id, label in zip(segment.input_ids_s.tolist(), segment.labels_s.tolist(), strict=True)
         if label != IGNORED_LABEL
@@ -178,9 +181,10 @@ def describe(batch: "RebuiltBatch", segments: "list[Segment]") -> list[str]:
     predicted = f"{kinds.total():,} predicted tokens, {percent(kinds.total() / tokens)} of all: " + ", ".join(
         f"{count:,} {kind}" for kind, count in sorted(kinds.items())
     )
+    micro_batches = training.global_batch_size // training.micro_batch_size
     return [
         f"{training.global_batch_size:,} packed sequences of {data.seq_length:,} tokens in "
-        f"{len(batch.micro_batches):,} micro-batches; packing efficiency {percent(tokens / capacity, digits=2)}",
+        f"{micro_batches:,} micro-batches; packing efficiency {percent(tokens / capacity, digits=2)}",
         f"{len(segments):,} documents or pieces, {cut:,} of them cut; {min(lengths):,} to {max(lengths):,} tokens each",
         "every next token is predicted (--objective clm)" if data.objective == "clm" else predicted,
     ]

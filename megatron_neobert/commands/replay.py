@@ -11,16 +11,12 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 from megatron_neobert.cli import option
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.environment import world_size
-
-if TYPE_CHECKING:  # slow to import
-    from megatron_neobert.data.batches.batch import GlobalBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,26 +85,14 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
             f"warning: no checkpoint is before batch {iteration}, so losses and gradient are those of fresh weights; "
             "--checkpoint-iteration N uses the weights of a checkpoint"
         )
-    print_losses(batch, losses, float(grad_norm))
-    for name, parameter in run.unwrapped_model.named_parameters():
-        if not bool(parameter.main_grad.isfinite().all()):
-            print(f"gradient NOT FINITE: {name}")
-    distributed.shut_down()
-
-
-def print_losses(batch: "GlobalBatch", losses: list[list[float]], grad_norm: float) -> None:
-    """Print a line per micro-batch with its documents below it, then the loss of the batch and the gradient norm.
-
-    `losses` has the sum of the losses in nats and the number of masked tokens of each micro-batch.
-    """
-    size = batch.batch_settings.micro_batch_size
+    size = batch.phase.settings.training.micro_batch_size
     for number, (nats, masked) in enumerate(losses):
         segments = batch.packed.take(number * size, (number + 1) * size).segments
         finite = "finite" if math.isfinite(nats) else "NOT FINITE"
         # Numbers of the documents by corpus, each document once.
         documents: dict[str, dict[int, None]] = defaultdict(dict)
         for component, document in zip(segments.components_n.tolist(), segments.numbers_n.tolist(), strict=True):
-            documents[str(batch.sources[component].corpus.prefix)][document] = None
+            documents[str(batch.phase.sources[component].corpus.prefix)][document] = None
         print(
             f"micro-batch {number} | loss {nats / max(masked, 1):.4f} nats | {finite} | {masked:.0f} masked tokens | "
             f"{segments.packed_lengths_n.sum()} tokens of {sum(map(len, documents.values()))} documents"
@@ -116,4 +100,8 @@ def print_losses(batch: "GlobalBatch", losses: list[list[float]], grad_norm: flo
         for corpus, numbers in documents.items():
             print(f"  {corpus}: {' '.join(map(str, numbers))}")
     nats, masked = (sum(column) for column in zip(*losses, strict=True))
-    print(f"loss {nats / max(masked, 1):.4f} nats | gradient norm {grad_norm:.3f}")
+    print(f"loss {nats / max(masked, 1):.4f} nats | gradient norm {float(grad_norm):.3f}")
+    for name, parameter in run.unwrapped_model.named_parameters():
+        if not bool(parameter.main_grad.isfinite().all()):
+            print(f"gradient NOT FINITE: {name}")
+    distributed.shut_down()

@@ -5,7 +5,7 @@ Tensors of checkpoints are not read. Without a checkpoint before the batch, all 
 again. This reads only lengths, about 2 M documents per second.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,27 +16,15 @@ from numpy.typing import NDArray
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config.cli import parse_command_line, read_record
-from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
-from megatron_neobert.data.batches.batch import GlobalBatch, MicroBatch, RankPosition
-from megatron_neobert.data.batches.corpora import open_phases
+from megatron_neobert.data.batches.batch import GlobalBatch, RankPosition
+from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.data.batches.windows import IGNORED_LABEL
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 # The global batch does not depend on the layout, and the commands run in a single process.
 _ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
-
-
-@dataclass(frozen=True)
-class RebuiltBatch:
-    """The global batch of an iteration, and the micro-batches of all ranks."""
-
-    settings: Settings  # in force in this iteration, with phases resolved
-    tokenizer: Tokenizer
-    batch: GlobalBatch
-    micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True)
@@ -88,31 +76,30 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
     return replace(settings, checkpoint=CheckpointConfig(), logging=LoggingConfig()), checkpoint
 
 
-def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None) -> RebuiltBatch:
+def rebuild_batch(
+    settings: Settings, opened: Sequence[OpenedCorpora], iteration: int, *, checkpoint: Path | None
+) -> GlobalBatch:
     """Build the global batch of an iteration, without a model. Iterations count from 1.
 
-    `checkpoint` is of the run, before the iteration; None starts at the first iteration. Raises CheckpointError if it
-    is damaged, or was trained on another corpus.
+    `opened` is the data of each phase. `checkpoint` is of the run, before the iteration; None starts at the first
+    iteration. Raises CheckpointError if it is damaged, or was trained on another corpus.
     """
-    opened, phase = open_phases(settings), phase_at(settings, iteration)
     stream = build_stream(settings, opened)
     if checkpoint is not None:
         saved = read_train_state(checkpoint).state
-        if saved.corpus_sha256 != (sha256 := opened[phase_at(settings, saved.iteration).number].sha256):
+        if saved.corpus_sha256 != (sha256 := stream.phase_at(saved.iteration).corpus_sha256):
             raise CheckpointError(
                 f"{checkpoint} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names a "
                 f"corpus with {sha256[:12]}. Name the corpus that the checkpoint was trained on."
             )
         stream = replace(stream, iteration=saved.iteration, cursor=saved.cursor)
-    batch = stream.global_batch(iteration)
-    micro_batches = batch.for_rank(RankPosition()).micro_batches
-    return RebuiltBatch(phase.settings, opened[0].tokenizer, batch, micro_batches)
+    return stream.global_batch(iteration)
 
 
-def read_segments(rebuilt: RebuiltBatch) -> Iterator[Segment]:
+def read_segments(batch: GlobalBatch) -> Iterator[Segment]:
     """Yield all segments of a global batch in order, with their tokens and labels."""
-    batch, size = rebuilt.batch, rebuilt.settings.training.micro_batch_size
-    for number, micro_batch in enumerate(rebuilt.micro_batches):
+    size = batch.phase.settings.training.micro_batch_size
+    for number, micro_batch in enumerate(batch.for_rank(RankPosition()).micro_batches):
         packed = batch.packed.take(number * size, (number + 1) * size)
         tokens_t = micro_batch.tokens_t.numpy()
         labels_t = np.full(len(tokens_t), IGNORED_LABEL)
@@ -121,7 +108,8 @@ def read_segments(rebuilt: RebuiltBatch) -> Iterator[Segment]:
         columns, bounds = packed.segments, np.append(0, np.cumsum(packed.segments.packed_lengths_n))
         sequences_n = number * size + np.repeat(np.arange(len(packed)), np.diff(packed.offsets))
         for index, (start, end) in enumerate(pairwise(bounds.tolist())):
-            corpus, document = batch.sources[int(columns.components_n[index])].corpus, int(columns.numbers_n[index])
+            corpus = batch.phase.sources[int(columns.components_n[index])].corpus
+            document = int(columns.numbers_n[index])
             yield Segment(
                 sequence=int(sequences_n[index]),
                 corpus=str(corpus.prefix),

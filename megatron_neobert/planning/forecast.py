@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.corpora import OpenedCorpora, to_batch_settings
-from megatron_neobert.data.batches.windows import count_windows, documents_in_window, pack_window
+from megatron_neobert.data.batches.corpora import OpenedCorpora
+from megatron_neobert.data.batches.windows import BatchPhase, token_ids_of
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.planning.memory import RankMemory, plan_memory
 
@@ -71,12 +71,13 @@ def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int 
     Only lengths are read, which takes milliseconds. A shorter epoch is packed as a whole; the first windows of a longer
     epoch or of a blend are a random sample, because documents are shuffled.
     """
-    batch, sources = to_batch_settings(settings, opened.tokenizer), opened.training
+    sources = opened.training
+    batches = BatchPhase(sources, settings, token_ids_of(opened.tokenizer))
     sequences, pieces, squares, offered_documents, offered_tokens, text_tokens = 0, 0, 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
-    for window in range(min(count_windows(sources, batch), windows)):
-        offered = documents_in_window(sources, batch, epoch=0, window=window)
-        packed = pack_window(sources, batch, epoch=0, window=window)
+    for window in range(min(batches.windows, windows)):
+        offered = batches.documents(epoch=0, window=window)
+        packed = batches.pack(offered)
         segments, packed_lengths_n = packed.segments, packed.segments.packed_lengths_n
         # A document that is cut has one first segment.
         is_first_n = segments.has_cls_n & (segments.starts_n == 0)
@@ -88,10 +89,10 @@ def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int 
         documents_c += np.bincount(segments.components_n[is_first_n], minlength=len(sources))
         tokens_c += np.bincount(segments.components_n, weights=packed_lengths_n, minlength=len(sources))
         # In the concatenated layout, tokens attend to their whole packed sequence.
-        is_packed = batch.batch_layout == "packed"
+        is_packed = settings.data.batch_layout == "packed"
         attended = packed_lengths_n if is_packed else np.add.reduceat(packed_lengths_n, packed.offsets[:-1])
         squares += int(attended @ attended)
-    share = batch.global_batch_size / sequences  # an iteration as a share of these windows
+    share = settings.training.global_batch_size / sequences  # an iteration as a share of these windows
     tokens = float(tokens_c.sum())
     sizes = [len(source.documents) for source in sources]
     return IterationSample(

@@ -209,10 +209,11 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher, contro
     """
     training, iteration = run.settings.training, run.state.iteration
     objective = phase_at(run.settings, iteration).settings.data.objective
+    settings = run.training_stream.phases[0].settings.with_section("data", objective=objective)
     validation = (
         (name, batches)
         for name, stream in run.validation_streams.items()
-        for batches in islice(stream.with_batch_settings(objective=objective).rank_batches(), training.eval_iters)
+        for batches in islice(stream.with_settings(settings).rank_batches(), training.eval_iters)
     )
     sums: dict[str, MetricSums] = {}
     stop: str | None = None

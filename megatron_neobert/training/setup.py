@@ -13,7 +13,7 @@ from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.batch import RankPosition
 from megatron_neobert.data.batches.corpora import OpenedCorpora, open_phases
-from megatron_neobert.data.batches.stream import BatchStream, build_stream
+from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
@@ -78,7 +78,7 @@ def build_run(
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_streams={
-            name: BatchStream((replace(training_stream.phases[0], sources=sources),), rank=rank)
+            name: replace(training_stream, phases=(replace(training_stream.phases[0], sources=sources),))
             for name, sources in validation.items()
         },
         state=TrainState(corpus_sha256=opened[0].sha256, first_corpus_sha256=opened[0].sha256),

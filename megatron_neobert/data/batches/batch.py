@@ -20,7 +20,7 @@ from megatron_neobert.data.batches.masking import mask_tokens
 from megatron_neobert.data.batches.packing import PackedSequences, Segments
 from megatron_neobert.data.batches.windows import (
     IGNORED_LABEL,
-    BatchSettings,
+    BatchPhase,
     Cursor,
     Source,
     document_capacity,
@@ -38,7 +38,7 @@ class MicroBatch:
     ids restart at every document, so they follow from cu_seqlens_n. In the concatenated layout, cu_seqlens_n treats a
     whole packed sequence as one document. A context-parallel rank has a share of the tokens, but all of cu_seqlens_n.
 
-    With BatchSettings.pads_to_capacity, cu_seqlens_n is padded with empty documents, masked_positions_m with 0 and
+    With BatchStream.pads_to_capacity, cu_seqlens_n is padded with empty documents, masked_positions_m with 0 and
     labels_m with IGNORED_LABEL.
     """
 
@@ -99,55 +99,52 @@ class RankPosition(NamedTuple):
 class GlobalBatch:
     """Packed sequences of all ranks for one iteration. Their tokens have not been read."""
 
-    sources: tuple[Source, ...]
-    batch_settings: BatchSettings
+    phase: BatchPhase
     packed: PackedSequences
     cursor_after: Cursor
+    pads_to_capacity: bool = False
 
     def for_rank(self, rank: RankPosition) -> RankBatches:
         """Read, mask and lay out the micro-batches of a rank.
 
         Raise DataError if a corpus is damaged, and StorageError if a remote corpus cannot be read.
         """
-        documents = self._count_documents() if self.batch_settings.pads_to_capacity else 0
-        micro_batches = [self._build_micro_batch(packed, documents, rank) for packed in self._sequences_of(rank)]
+        documents = self._count_documents() if self.pads_to_capacity else None
+        micro_batches = []
+        for packed in self._sequences_of(rank):
+            batch = build_micro_batch(self.phase, packed)
+            if rank.context_parallel_size > 1:
+                batch = _take_share(batch, rank)
+            micro_batches.append(batch if documents is None else self._pad(batch, documents))
         return RankBatches(micro_batches, self.cursor_after)
 
     def prefetch(self, rank: RankPosition) -> None:
         """Start to fetch the documents of a rank from object storage, without waiting."""
         for packed in self._sequences_of(rank):
-            for corpus, members in _group_by_corpus(self.sources, packed.segments):
+            for corpus, members in _group_by_corpus(self.phase.sources, packed.segments):
                 corpus.prefetch(packed.segments.numbers_n[members])
 
     def _sequences_of(self, rank: RankPosition) -> list[PackedSequences]:
         """Return the packed sequences of each micro-batch of a rank."""
-        size = self.batch_settings.micro_batch_size
+        size = self.phase.settings.training.micro_batch_size
         firsts = range(0, len(self.packed), size)[rank.data_parallel_rank :: rank.data_parallel_size]
         return [self.packed.take(first, first + size) for first in firsts]
 
     def _count_documents(self) -> int:
         """Return the largest number of documents in a micro-batch of any rank, dummies included."""
-        settings = self.batch_settings
-        offsets = self.packed.offsets[:: settings.micro_batch_size]
+        settings, size = self.phase.settings, self.phase.settings.training.micro_batch_size
+        offsets = self.packed.offsets[::size]
         ends_n = np.append(0, np.cumsum(self.packed.segments.packed_lengths_n))
         unused = settings.tokens_per_micro_batch - np.diff(ends_n[offsets])
-        is_packed = settings.batch_layout == "packed"
-        documents = np.diff(offsets) if is_packed else np.full(len(unused), settings.micro_batch_size)
-        return int((documents + -(-unused // settings.seq_length)).max())
+        is_packed = settings.data.batch_layout == "packed"
+        documents = np.diff(offsets) if is_packed else np.full(len(unused), size)
+        return int((documents + -(-unused // settings.data.seq_length)).max())
 
-    def _build_micro_batch(self, packed: PackedSequences, documents: int, rank: RankPosition) -> MicroBatch:
-        """Return a rank's share of a micro-batch, padded to `documents` documents if it is padded to capacity."""
-        settings, ranks = self.batch_settings, rank.context_parallel_size
-        batch = build_micro_batch(self.sources, packed, settings=settings)
-        capacity = settings.tokens_per_micro_batch
-        if ranks > 1:
-            batch = _take_tokens(batch, first=rank.context_parallel_rank * capacity // ranks, count=capacity // ranks)
-        if not settings.pads_to_capacity:
-            return batch
-        share = 1.0 if settings.objective == "clm" else settings.mask_prob
-        masked = masked_capacity(capacity // ranks, probability=share)
-        bounds = batch.cu_seqlens_n.numpy()
-        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), capacity)])
+    def _pad(self, batch: MicroBatch, documents: int) -> MicroBatch:
+        """Pad the arrays of a rank's micro-batch, cu_seqlens_n to the capacity for `documents` documents."""
+        masked = masked_capacity(len(batch.tokens_t), probability=self.phase.settings.data.predicted_share)
+        tokens, bounds = self.phase.settings.tokens_per_micro_batch, batch.cu_seqlens_n.numpy()
+        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), tokens)])
         return replace(
             batch,
             labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
@@ -156,9 +153,10 @@ class GlobalBatch:
         )
 
 
-def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, settings: BatchSettings) -> MicroBatch:
+def build_micro_batch(phase: BatchPhase, packed: PackedSequences) -> MicroBatch:
     """Read, mask and lay out micro_batch_size packed sequences on the CPU, without padding to capacities."""
-    ids, segments, capacity = settings.token_ids, packed.segments, settings.tokens_per_micro_batch
+    data, ids, segments = phase.settings.data, phase.token_ids, packed.segments
+    capacity = phase.settings.tokens_per_micro_batch
     ends_n = np.cumsum(segments.packed_lengths_n)
     starts_n = ends_n - segments.packed_lengths_n
     text_starts_n = starts_n + segments.has_cls_n
@@ -167,12 +165,18 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
     tokens_t = np.full(capacity, ids.pad, dtype=np.int64)
     tokens_t[starts_n[segments.has_cls_n]] = ids.cls
     tokens_t[ends_n[segments.has_sep_n] - 1] = ids.sep
-    _read_text(sources, segments, text_starts_n, tokens_t)
+    for corpus, members in _group_by_corpus(phase.sources, segments):
+        of_corpus = segments[members]
+        text = corpus.gather(of_corpus.numbers_n, of_corpus.starts_n, of_corpus.lengths_n)
+        read = 0
+        for start, length in zip(text_starts_n[members].tolist(), of_corpus.lengths_n.tolist(), strict=True):
+            tokens_t[start : start + length] = text[read : read + length]
+            read += length
 
     # Attention kernels rely on max_seqlen, so padding longer than that is several dummy documents.
-    dummy_starts = np.arange(real_tokens, capacity, settings.seq_length)
-    bounds = starts_n if settings.batch_layout == "packed" else starts_n[packed.offsets[:-1]]
-    if settings.objective == "clm":
+    dummy_starts = np.arange(real_tokens, capacity, data.seq_length)
+    bounds = starts_n if data.batch_layout == "packed" else starts_n[packed.offsets[:-1]]
+    if data.objective == "clm":
         # All tokens but the last one of each document.
         positions_m = np.delete(np.arange(real_tokens), np.append(bounds[1:], real_tokens) - 1)
         labels_m = tokens_t[positions_m + 1]
@@ -183,10 +187,10 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
             tokens_t,
             segments[has_text_n],
             text_starts_n[has_text_n],
-            mask_prob=settings.mask_prob,
-            mask_replacement=settings.mask_replacement,
+            mask_prob=data.mask_prob,
+            mask_replacement=data.mask_replacement,
             ids=ids,
-            seed=settings.seed,
+            seed=phase.settings.training.seed,
         )
         tokens_t[masked.positions_m] = masked.replacements_m
         positions_m, labels_m = masked.positions_m, masked.labels_m
@@ -195,9 +199,9 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
         labels_m=torch.from_numpy(labels_m),
         masked_positions_m=torch.from_numpy(positions_m),
         cu_seqlens_n=torch.from_numpy(np.concatenate([bounds, dummy_starts, [capacity]]).astype(np.int32)),
-        max_seqlen=settings.seq_length,
+        max_seqlen=data.seq_length,
         real_tokens=real_tokens,
-        is_causal=settings.objective == "clm",
+        is_causal=data.objective == "clm",
     )
 
 
@@ -211,27 +215,10 @@ def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tu
     return [(corpora[number], np.flatnonzero(corpus_n == number)) for number in np.unique(corpus_n).tolist()]
 
 
-def _read_text(
-    sources: tuple[Source, ...],
-    segments: Segments,
-    text_starts_n: NDArray[np.int64],
-    tokens_t: NDArray[np.int64],
-) -> None:
-    """Read the tokens of every segment i, and write them to `tokens_t` from index text_starts_n[i] on."""
-    for corpus, members in _group_by_corpus(sources, segments):
-        of_corpus = segments[members]
-        text = corpus.gather(of_corpus.numbers_n, of_corpus.starts_n, of_corpus.lengths_n)
-        read = 0
-        for start, length in zip(text_starts_n[members].tolist(), of_corpus.lengths_n.tolist(), strict=True):
-            tokens_t[start : start + length] = text[read : read + length]
-            read += length
-
-
-def _take_tokens(batch: MicroBatch, *, first: int, count: int) -> MicroBatch:
-    """Return tokens [first, first + count) of a micro-batch, which are the share of one context-parallel rank.
-
-    Masked positions count from `first`; cu_seqlens_n still describes the whole micro-batch.
-    """
+def _take_share(batch: MicroBatch, rank: RankPosition) -> MicroBatch:
+    """Return the tokens of one context-parallel rank. Masked positions count from the first of these tokens."""
+    count = len(batch.tokens_t) // rank.context_parallel_size
+    first = rank.context_parallel_rank * count
     positions = batch.masked_positions_m
     inside = (positions >= first) & (positions < first + count)
     return replace(

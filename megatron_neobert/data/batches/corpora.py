@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from megatron_neobert.config.data_path import Component, curve_names, parse_data_path, whole_weights
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
-from megatron_neobert.data.batches.masking import TokenIds
 from megatron_neobert.data.batches.order import SplitPart, split_documents
-from megatron_neobert.data.batches.windows import BatchSettings, Source
+from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
@@ -86,32 +85,6 @@ def open_phases(settings: Settings) -> list[OpenedCorpora]:
     data_by_path = {data.data_path: data for data in data_of_phases}
     opened = {data_path: open_corpora(data) for data_path, data in data_by_path.items()}
     return [opened[data.data_path] for data in data_of_phases]
-
-
-def to_batch_settings(settings: Settings, tokenizer: Tokenizer, *, pads_to_capacity: bool = False) -> BatchSettings:
-    """Return the settings, including special token ids, that decide the batches of the phase with these `settings`."""
-    token_ids = TokenIds(
-        vocab_size=tokenizer.vocab_size,
-        cls=tokenizer.cls_id,
-        sep=tokenizer.sep_id,
-        pad=tokenizer.pad_id,
-        mask=tokenizer.mask_id,
-        special=tuple(tokenizer.special_ids),
-    )
-    return BatchSettings(
-        seq_length=settings.data.seq_length,
-        micro_batch_size=settings.training.micro_batch_size,
-        global_batch_size=settings.training.global_batch_size,
-        long_documents=settings.data.long_documents,
-        mask_prob=settings.data.mask_prob,
-        mask_replacement=settings.data.mask_replacement,
-        token_ids=token_ids,
-        objective=settings.data.objective,
-        seed=settings.training.seed,
-        batch_layout=settings.data.batch_layout,
-        document_block_size=settings.data.document_block_size,
-        pads_to_capacity=pads_to_capacity,
-    )
 
 
 def _split_sources(

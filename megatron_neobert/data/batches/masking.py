@@ -12,7 +12,6 @@ Source: NeoBERT selects 20 % of the tokens that are not special and replaces all
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,6 @@ _BLOCK_TOKENS = 8  # four 32-bit words give eight 16-bit draws
 
 # With "bert": shares of the selected tokens that become [MASK], and random tokens. The rest keeps the original token.
 _MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1
-
-MaskReplacement = Literal["all_mask", "bert"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def mask_tokens(
     positions_n: NDArray[np.int64],
     *,
     mask_prob: float,
-    mask_replacement: MaskReplacement,
+    mask_replacement: str,
     ids: TokenIds,
     seed: int,
 ) -> MaskedTokens:
@@ -125,21 +122,14 @@ def mask_tokens(
         replacements_m[unchanged_m] = labels_m[unchanged_m]
         random_r = np.flatnonzero((draws_m >= mask_limit) & ~unchanged_m)
         segments_r = segments[segment_m[random_r]]
-        index_in_document_r = positions_m[random_r] - positions_n[segment_m[random_r]] + segments_r.starts_n
-        replacements_m[random_r] = _draw_ordinary_ids(segments_r, index_in_document_r, ids=ids, seed=seed)
+        # Uniform over all ids that are not special.
+        words_r4 = draw_words(
+            RandomStream.REPLACEMENT,
+            seed=seed,
+            epoch=segments_r.epochs_n,
+            item=segments_r.documents_n,
+            index=positions_m[random_r] - positions_n[segment_m[random_r]] + segments_r.starts_n,
+        )
+        choice_r = (words_r4[:, 0].astype(np.uint64) * np.uint64(len(ids.ordinary))) >> np.uint64(32)
+        replacements_m[random_r] = ids.ordinary[choice_r.astype(np.int64)]
     return MaskedTokens(positions_m, labels_m, replacements_m)
-
-
-def _draw_ordinary_ids(
-    segments: Segments, index_in_document_n: NDArray[np.int64], *, ids: TokenIds, seed: int
-) -> NDArray[np.int64]:
-    """Return one id per segment, uniform over all that are not special, for the token at `index_in_document_n`."""
-    words_n4 = draw_words(
-        RandomStream.REPLACEMENT,
-        seed=seed,
-        epoch=segments.epochs_n,
-        item=segments.documents_n,
-        index=index_in_document_n,
-    )
-    choice_n = (words_n4[:, 0].astype(np.uint64) * np.uint64(len(ids.ordinary))) >> np.uint64(32)
-    return ids.ordinary[choice_n.astype(np.int64)]

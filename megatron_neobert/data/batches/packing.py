@@ -10,7 +10,7 @@ Pure functions of document lengths; no token is read. There are two layouts:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.philox import RandomStream, draw_words
 
 ADDED_TOKENS = 2  # [CLS] and [SEP]
-
-LongDocuments = Literal["truncate", "chunk"]
-BatchLayout = Literal["packed", "concatenated"]
 
 
 class Documents(NamedTuple):
@@ -99,7 +96,7 @@ def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
     )
 
 
-def cut_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> Segments:
+def cut_documents(documents: Documents, *, seq_length: int, long_documents: str) -> Segments:
     """Cut documents, in order, into segments that fit into `seq_length` tokens together with their [CLS] and [SEP].
 
     `truncate` keeps the first segment of each document, `chunk` keeps all.
@@ -135,7 +132,7 @@ def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
     )
 
 
-def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> PackedSequences:
+def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: str) -> PackedSequences:
     """Join the documents of one window, at least one, end to end, and cut them into sequences of `seq_length` tokens.
 
     Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.

@@ -3,7 +3,7 @@
 All ranks pack the same windows alike, which reads only lengths. The documents of a window follow from its number and
 the settings. A `Cursor` points to the next unread packed sequence; resuming there costs the packing of one window.
 
-With `BatchSettings.pads_to_capacity`, kernels and memory can be planned once for all micro-batches: masked positions
+With `BatchStream.pads_to_capacity`, kernels and memory can be planned once for all micro-batches: masked positions
 are padded to a capacity that practically every micro-batch stays below, eight standard deviations above the mean. A
 micro-batch that exceeds the capacity is padded to its next multiple. Documents are padded to one of a few numbers, the
 same in all micro-batches of a global batch. With CUDA graphs, all ranks must capture a collective in the same step, so
@@ -11,19 +11,18 @@ no rank may have a shape of its own.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.batches.masking import MaskReplacement, TokenIds
+from megatron_neobert.config.phases import order_settings
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.masking import TokenIds
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, DocumentOrder, SplitPart
 from megatron_neobert.data.batches.packing import (
-    BatchLayout,
     Documents,
-    LongDocuments,
     PackedSequences,
     concatenate_documents,
     cut_documents,
@@ -31,6 +30,8 @@ from megatron_neobert.data.batches.packing import (
 )
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.errors import CheckpointError
 
 # Documents that are packed together. Larger windows waste less capacity but make resuming slower: 4,096 web-like
 # documents leave less than 0.1 % of packed sequences of 1,024 tokens unused and are packed in 2 ms. A cursor is only
@@ -44,28 +45,14 @@ _DEVIATIONS = 8
 _MASKED_MULTIPLE = 128  # FP8 and tensor-core tiles need multiples of 16 and 128
 _DOCUMENTS_MULTIPLE = 512  # few different document counts, and therefore few attention plans
 
+# Settings that the packing of a window depends on.
+_packing_settings = attrgetter("data.seq_length", "data.long_documents", "data.batch_layout")
 
-@dataclass(frozen=True)
-class BatchSettings:
-    """Settings that batch k depends on, besides the documents."""
 
-    seq_length: int  # tokens per packed sequence
-    micro_batch_size: int  # packed sequences
-    global_batch_size: int  # packed sequences
-    long_documents: LongDocuments
-    mask_prob: float
-    mask_replacement: MaskReplacement
-    token_ids: TokenIds
-    seed: int
-    objective: Literal["mlm", "clm"] = "mlm"
-    batch_layout: BatchLayout = "packed"
-    document_block_size: int = 1  # neighbouring documents that are shuffled as one block
-    pads_to_capacity: bool = False  # pad arrays to the same shape in every micro-batch, cu_seqlens_n to one of a few
-
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        """Token capacity of a micro-batch, over all context-parallel ranks."""
-        return self.micro_batch_size * self.seq_length
+def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
+    """Return the ids that batches have besides the ids of a corpus."""
+    special = tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id
+    return TokenIds(tokenizer.vocab_size, *special, tokenizer.special_ids)
 
 
 @dataclass(frozen=True)
@@ -91,77 +78,102 @@ class Cursor:
     sequence: int = 0  # index of the packed sequence in its window
 
 
-def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
-    """Return the number of windows in an epoch of a single source.
+@dataclass(frozen=True)
+class BatchPhase:
+    """Documents and settings of the batches from iteration `first` to the next phase."""
 
-    A blend has no epochs. For a blend, return 2^48: the limit of the random draws, and more than any run reads.
-    """
-    if len(sources) > 1:
-        return 1 << COMPONENT_SHIFT
-    return _order_of(sources[0], settings, window_documents=WINDOW_DOCUMENTS).windows
+    sources: tuple[Source, ...]  # a single source, or the components of a blend
+    settings: Settings  # of this phase
+    token_ids: TokenIds
+    first: int = 1  # iterations count from 1
+    corpus_sha256: str = ""  # OpenedCorpora.sha256
 
+    @property
+    def windows(self) -> int:
+        """Number of windows in an epoch of a single source.
 
-def next_window(sources: Sequence[Source], settings: BatchSettings, cursor: Cursor) -> Cursor:
-    """Return the start of the first window that is completely unread."""
-    if cursor.sequence == 0:
-        return cursor
-    window = cursor.window + 1
-    return Cursor(cursor.epoch, window) if window < count_windows(sources, settings) else Cursor(cursor.epoch + 1)
+        A blend has no epochs. For a blend, this is 2^48: the limit of the random draws, and more than any run reads.
+        """
+        return self._order_of(0, WINDOW_DOCUMENTS).windows if len(self.sources) == 1 else 1 << COMPONENT_SHIFT
 
+    def next_window(self, cursor: Cursor) -> Cursor:
+        """Return the start of the first window that is completely unread."""
+        if cursor.sequence == 0:
+            return cursor
+        window = cursor.window + 1
+        return Cursor(cursor.epoch, window) if window < self.windows else Cursor(cursor.epoch + 1)
 
-def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> PackedSequences:
-    """Return a window's packed sequences, which mix documents of all sources, in an order drawn from the seed."""
-    documents = documents_in_window(sources, settings, epoch=epoch, window=window)
-    seq_length, long_documents = settings.seq_length, settings.long_documents
-    if settings.batch_layout == "concatenated":
-        packed = concatenate_documents(documents, seq_length=seq_length, long_documents=long_documents)
-    else:
+    def start_after(self, settings: Settings, corpus_sha256: str, cursor: Cursor) -> Cursor:
+        """Return the cursor at which this phase begins, after batches of other settings and documents until `cursor`.
+
+        This is the start of the data if the documents or their order differ, the start of the next unread window if
+        only their packing differs, and otherwise `cursor`.
+        """
+        if corpus_sha256 != self.corpus_sha256 or order_settings(settings) != order_settings(self.settings):
+            return Cursor()
+        is_same = _packing_settings(settings) == _packing_settings(self.settings)
+        return cursor if is_same else self.next_window(cursor)
+
+    def pack_window_at(self, cursor: Cursor) -> PackedSequences:
+        """Return the packed sequences of the window of a cursor. Raise CheckpointError if it has none at the cursor."""
+        if cursor.window < self.windows:
+            packed = self.pack(self.documents(epoch=cursor.epoch, window=cursor.window))
+            if cursor.sequence <= len(packed):
+                return packed.shuffle(seed=self.settings.training.seed, epoch=cursor.epoch, window=cursor.window)
+        raise CheckpointError(
+            f"the checkpoint continues at packed sequence {cursor.sequence:,} of window {cursor.window:,}, which these "
+            "documents do not have. Resume with the corpus, --split, --seq-length, --long-documents and --seed that it "
+            "was saved with, or start a new run."
+        )
+
+    def pack(self, documents: Documents) -> PackedSequences:
+        """Return the packed sequences of the documents of a window, in no random order."""
+        data = self.settings.data
+        seq_length, long_documents = data.seq_length, data.long_documents
+        if data.batch_layout == "concatenated":
+            return concatenate_documents(documents, seq_length=seq_length, long_documents=long_documents)
         segments = cut_documents(documents, seq_length=seq_length, long_documents=long_documents)
-        packed = pack_segments(segments, seq_length=seq_length)
-    return packed.shuffle(seed=settings.seed, epoch=epoch, window=window)
+        return pack_segments(segments, seq_length=seq_length)
 
+    def documents(self, *, epoch: int, window: int) -> Documents:
+        """Return the documents of a window, in an order drawn from the seed. Raise DataError if an index is damaged.
 
-def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> Documents:
-    """Return the documents of a window, in an order drawn from the seed. Raise DataError if a corpus index is damaged.
+        The document numbers contain the component's index, so that the masks of a document differ between components.
 
-    The document numbers contain the component's index, so that the masks of a document differ between components.
+        A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after
+        another, and `epoch` is not used. From a source with the share s, window k of n documents takes documents
+        floor(k n s) to floor((k + 1) n s) of this order, spread evenly over the window:
 
-    A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after another,
-    and `epoch` is not used. From a source with the share s, window k of n documents takes documents floor(k n s) to
-    floor((k + 1) n s) of this order, spread evenly over the window:
+        - Any m consecutive windows have floor or ceil of m n s documents of the source, whatever the other sources are.
+        - n is a multiple of the sum of the weights if the sum is at most 4,096. Then every window has exact shares.
+        """
+        period = sum(source.weight for source in self.sources)
+        size = WINDOW_DOCUMENTS // period * period or WINDOW_DOCUMENTS
+        columns = []
+        for component, source in enumerate(self.sources):
+            if len(self.sources) == 1:
+                indices = self._order_of(0, WINDOW_DOCUMENTS).window(window, epoch=epoch)
+                epochs_n = np.full(len(indices), epoch)
+            else:
+                first, stop = (number * size * source.weight // period for number in (window, window + 1))
+                order = self._order_of(component, max(1, size * source.weight // period))
+                indices, epochs_n = order.between(first, stop)
+            numbers = source.documents.numbers(indices)
+            relative_positions_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
+            tagged_n = numbers + (component << COMPONENT_SHIFT)
+            columns.append((relative_positions_n, tagged_n, source.corpus.lengths_of(numbers), epochs_n))
+        relative_positions_n, *documents = map(np.concatenate, zip(*columns, strict=True))
+        order_n = np.argsort(relative_positions_n, kind="stable")
+        return Documents(*(column[order_n] for column in documents))
 
-    - Any m consecutive windows have floor or ceil of m n s documents of the source, whatever the other sources are.
-    - n is a multiple of the sum of the weights if the sum is at most 4,096. Then every window has exact shares.
-    """
-    period = sum(source.weight for source in sources)
-    size = WINDOW_DOCUMENTS // period * period or WINDOW_DOCUMENTS
-    columns = []
-    for component, source in enumerate(sources):
-        if len(sources) == 1:
-            indices = _order_of(source, settings, window_documents=WINDOW_DOCUMENTS).window(window, epoch=epoch)
-            epochs_n = np.full(len(indices), epoch)
-        else:
-            first, stop = (number * size * source.weight // period for number in (window, window + 1))
-            per_window = max(1, size * source.weight // period)
-            order = _order_of(source, settings, window_documents=per_window, component=component)
-            indices, epochs_n = order.between(first, stop)
-        numbers = source.documents.numbers(indices)
-        relative_positions_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
-        tagged_n = numbers + (component << COMPONENT_SHIFT)
-        columns.append((relative_positions_n, tagged_n, source.corpus.lengths_of(numbers), epochs_n))
-    relative_positions_n, *documents = map(np.concatenate, zip(*columns, strict=True))
-    order_n = np.argsort(relative_positions_n, kind="stable")
-    return Documents(*(column[order_n] for column in documents))
-
-
-def _order_of(source: Source, settings: BatchSettings, *, window_documents: int, component: int = 0) -> DocumentOrder:
-    return DocumentOrder(
-        documents=len(source.documents),
-        window_documents=window_documents,
-        block_size=settings.document_block_size,
-        seed=settings.seed,
-        component=component,
-    )
+    def _order_of(self, component: int, window_documents: int) -> DocumentOrder:
+        return DocumentOrder(
+            documents=len(self.sources[component].documents),
+            window_documents=window_documents,
+            block_size=self.settings.data.document_block_size,
+            seed=self.settings.training.seed,
+            component=component,
+        )
 
 
 def masked_capacity(tokens: int, *, probability: float) -> int:

@@ -10,6 +10,8 @@ from unit.inspection.small_runs import LENGTHS, RED, REVERSED, settings_of, writ
 from megatron_neobert.commands.inspect import describe
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import PhaseChange
+from megatron_neobert.data.batches.batch import RankPosition
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.batches.windows import IGNORED_LABEL
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
@@ -24,9 +26,12 @@ def corpora(tmp_path_factory):
     return write_corpora(tmp_path_factory.mktemp("inspection"))
 
 
+def rebuilt(settings, iteration, checkpoint=None):
+    return rebuild_batch(settings, open_phases(settings), iteration, checkpoint=checkpoint)
+
+
 def contents(settings, iteration):
-    batch = rebuild_batch(settings, iteration, checkpoint=None)
-    return [segment.input_ids_s.tolist() for segment in read_segments(batch)]
+    return [segment.input_ids_s.tolist() for segment in read_segments(rebuilt(settings, iteration))]
 
 
 @pytest.mark.parametrize("layout", ["packed", "concatenated"])
@@ -34,7 +39,7 @@ def test_segments_with_their_labels_put_back_are_the_documents(corpora, layout):
     settings = settings_of(corpora, batch_layout=layout, mask_replacement="bert")
     corpus = Corpus(corpora / "P")
     kinds, tokens = set(), np.zeros(8, dtype=int)
-    for segment in read_segments(rebuild_batch(settings, 3, checkpoint=None)):
+    for segment in read_segments(rebuilt(settings, 3)):
         tokens[segment.sequence] += len(segment.input_ids_s)
         original = np.where(segment.labels_s == IGNORED_LABEL, segment.input_ids_s, segment.labels_s)
         stop = segment.first_token + segment.text_tokens
@@ -55,15 +60,16 @@ def test_a_checkpoint_of_other_documents_is_refused(corpora, tmp_path):
         tmp_path, settings_of(corpora), iteration=1, cursor={"epoch": 0, "window": 0, "sequence": 8}
     )
     with pytest.raises(CheckpointError, match=r"was trained on the corpus with sha256 .{12}, --data-path names"):
-        rebuild_batch(settings_of(corpora, data_path=(str(corpora / "Q"),)), 3, checkpoint=folder)
+        rebuilt(settings_of(corpora, data_path=(str(corpora / "Q"),)), 3, folder)
 
 
 def test_a_batch_of_a_phase_has_the_settings_of_the_phase(corpora):
     settings = settings_of(corpora)
     phased = settings.with_section("training", phases=(PhaseChange(after_iters=2, seq_length=128, mask_prob=0.1),))
-    batch = rebuild_batch(phased, 4, checkpoint=None)
-    assert (batch.settings.data.seq_length, batch.settings.data.mask_prob) == (128, 0.1)
-    assert len(batch.micro_batches[0].tokens_t) == 2 * 128
+    batch = rebuilt(phased, 4)
+    data = batch.phase.settings.data
+    assert (data.seq_length, data.mask_prob) == (128, 0.1)
+    assert len(batch.for_rank(RankPosition()).micro_batches[0].tokens_t) == 2 * 128
     assert contents(phased, 2) == contents(settings, 2)
 
 
@@ -108,7 +114,7 @@ def test_brackets_mark_predicted_tokens_and_control_characters_do_not_reach_the_
     flags = ("--config", tmp_path / "settings.yaml", "--iteration", 2, "--rows", 8)
     code, printed, errors = call("inspect batch", *flags)
     assert (code, errors) == (0, "")
-    segments = list(read_segments(batch := rebuild_batch(settings, 2, checkpoint=None)))
+    segments = list(read_segments(batch := rebuilt(settings, 2)))
     inputs = np.concatenate([segment.input_ids_s for segment in segments])
     labels = np.concatenate([segment.labels_s for segment in segments])
     hidden, unchanged = int(((labels != IGNORED_LABEL) & (inputs == MASK)).sum()), int((labels == inputs).sum())

@@ -5,9 +5,9 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import BERT, IDS, PAPER, MemoryCorpus, batch_settings, bits_of, ranks_of
+from unit.data.corpus.memory_corpus import BERT, IDS, PAPER, MemoryCorpus, bits_of, ranks_of, stream_over
 
-from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
+from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
 
@@ -42,11 +42,9 @@ def digest(stream: BatchStream) -> tuple[Cursor, str]:
     ],
 )
 def test_batches_of_one_corpus_are_those_of_the_first_release(long_documents, masking, cursor, expected):
-    settings = batch_settings(
-        seq_length=128, micro_batch_size=4, global_batch_size=64, long_documents=long_documents, **masking
-    )
+    sizes = {"seq_length": 128, "micro_batch_size": 4, "global_batch_size": 64}
     chosen = ChosenDocuments(bits_of((np.arange(9000) >= 100) & (np.arange(9000) < 8900)))
     sources = (Source(arithmetic_corpus(), chosen),)
-    _, stream = ranks_of(BatchStream((BatchPhase(sources, settings),)), 2)
+    _, stream = ranks_of(stream_over(sources, long_documents=long_documents, **sizes, **masking), 2)
     assert IDS.special == (0, 1, 2, 3, 4)
     assert digest(stream) == (Cursor(*cursor), expected)

@@ -38,7 +38,7 @@ def test_batches_padded_to_capacity_have_the_same_shapes_and_padding_is_marked(c
         stream_of(corpus, micro_batch_size=4, batch_layout=layout), rank=RankPosition(context_parallel_size=ranks)
     )
     varying = list(micro_batches(stream, 60))
-    fixed = list(micro_batches(stream.with_batch_settings(pads_to_capacity=True), 60))
+    fixed = list(micro_batches(replace(stream, pads_to_capacity=True), 60))
 
     def shapes(batches: list[MicroBatch]) -> set[tuple[int, ...]]:
         return {(len(batch.tokens_t), len(batch.labels_m), len(batch.cu_seqlens_n)) for batch in batches}
@@ -60,7 +60,7 @@ def test_batches_padded_to_capacity_have_the_same_shapes_and_padding_is_marked(c
 
 def test_all_ranks_pad_a_step_to_the_same_number_of_documents(corpus):
     whole = stream_of(corpus, micro_batch_size=22, global_batch_size=88)
-    steps = list(islice(whole.with_batch_settings(pads_to_capacity=True).rank_batches(), 30))
+    steps = list(islice(replace(whole, pads_to_capacity=True).rank_batches(), 30))
     numbers = [{len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} for step in steps]
     documents = [
         len(batch.cu_seqlens_n) - 1 for step in islice(whole.rank_batches(), 30) for batch in step.micro_batches
@@ -68,7 +68,7 @@ def test_all_ranks_pad_a_step_to_the_same_number_of_documents(corpus):
     assert len({document_capacity(number) for number in documents}) > 1, "micro-batches alone need different numbers"
     assert all(len(of_step) == 1 for of_step in numbers)
     for stream in ranks_of(whole, 2):
-        own = stream.with_batch_settings(pads_to_capacity=True).rank_batches()
+        own = replace(stream, pads_to_capacity=True).rank_batches()
         for step, of_step in zip(own, numbers, strict=False):
             assert {len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} == of_step
 

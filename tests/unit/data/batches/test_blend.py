@@ -6,11 +6,10 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import batch_settings, stream_over, whole
+from unit.data.corpus.memory_corpus import stream_over, whole
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
-from megatron_neobert.data.batches.windows import Source, documents_in_window
 
 WEIGHTS = (1, 2, 2)
 
@@ -21,18 +20,14 @@ def blend(corpora, *, weights=WEIGHTS, **settings) -> BatchStream:
     return stream_over(tuple(map(whole, corpora, weights)), **settings)
 
 
-def documents_per_component(sources: tuple[Source, ...], window: int) -> np.ndarray:
-    documents = documents_in_window(sources, batch_settings(), epoch=0, window=window)
-    return np.bincount(documents.numbers_n >> COMPONENT_SHIFT, minlength=len(sources))
-
-
 @pytest.mark.parametrize("weights", [(1, 1), (1, 2, 2), (3, 7), (1, 999), (5, 3, 2, 30), (333, 667), (17,) * 9])
 def test_consecutive_windows_are_within_one_document_of_the_shares(corpora, weights):
     """Windows have exact shares if the sum of the weights is at most the window's 40 documents."""
-    sources = blend([corpora[0]] * len(weights), weights=weights).phases[0].sources
+    (phase,) = blend([corpora[0]] * len(weights), weights=weights).phases
     period = sum(weights)
     size = 40 // period * period or 40
-    counts = np.array([documents_per_component(sources, window) for window in range(60)])
+    components = [phase.documents(epoch=0, window=window).numbers_n >> COMPONENT_SHIFT for window in range(60)]
+    counts = np.array([np.bincount(of_window, minlength=len(weights)) for of_window in components])
     if period <= 40:
         assert (counts * period == np.array(weights) * size).all()
     up_to = np.concatenate([np.zeros((1, len(weights)), dtype=np.int64), np.cumsum(counts, axis=0)])
@@ -61,9 +56,9 @@ def test_every_epoch_of_a_source_has_each_of_its_documents_once(corpora, block_s
 @pytest.mark.parametrize(("block_size", "expected"), [(1, "0248e945d748388a"), (16, "6313c69bf09bb38c")])
 def test_the_documents_of_a_window_are_those_of_the_first_release(corpora, block_size, expected):
     """Pinned: with another order, no checkpoint would resume with the documents that it has not read."""
-    settings = batch_settings(document_block_size=block_size)
+    (phase,) = blend(corpora, document_block_size=block_size).phases
     content = hashlib.sha256()
     for window in (0, 1, 987_654):
-        documents = documents_in_window(blend(corpora).phases[0].sources, settings, epoch=0, window=window)
+        documents = phase.documents(epoch=0, window=window)
         content.update(documents.numbers_n.tobytes() + documents.epochs_n.tobytes())
     assert content.hexdigest()[:16] == expected

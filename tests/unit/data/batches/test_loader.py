@@ -42,7 +42,7 @@ def blend() -> BatchStream:
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
     kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300))
     sources = (whole(corpora[0]), whole(corpora[1], 2), Source(corpora[1], kept, 2))
-    return stream_over(sources, seq_length=256, document_block_size=16, pads_to_capacity=True)
+    return replace(stream_over(sources, seq_length=256, document_block_size=16), pads_to_capacity=True)
 
 
 @pytest.fixture(params=["torch", "dali"])

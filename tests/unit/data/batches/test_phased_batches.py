@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from tests_tiny import tiny_settings
-from unit.data.corpus.memory_corpus import contents, ranks_of
+from unit.data.corpus.memory_corpus import contents
 
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
 from megatron_neobert.data.batches.corpora import open_phases
-from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import BatchStream, build_stream
 from megatron_neobert.data.batches.windows import Cursor
 
@@ -66,21 +65,6 @@ def test_a_run_that_resumes_at_any_iteration_has_the_batches_of_an_uninterrupted
         resumed = replace(stream, iteration=done, cursor=whole[done - 1].cursor_after)
         assert contents(islice(resumed.rank_batches(), ITERATIONS - done)) == expected[done:], done
         assert contents([stream.global_batch(done + 1).for_rank(stream.rank)]) == [expected[done]]
-
-
-def test_worker_processes_build_the_same_batches_over_all_phases(tiny_corpus):
-    stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
-    expected = contents(islice(stream.rank_batches(), ITERATIONS))
-    assert contents(islice(build_loader(stream, num_workers=2), ITERATIONS)) == expected
-
-
-def test_ranks_share_the_batches_of_every_phase(tiny_corpus):
-    stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
-    whole = islice(stream.rank_batches(), ITERATIONS)
-    ranks = [rank.rank_batches() for rank in ranks_of(stream, 2)]
-    for step, first, second in zip(whole, *ranks, strict=False):
-        pairs = zip(first.micro_batches, second.micro_batches, strict=True)
-        assert contents([step]) == contents([replace(step, micro_batches=list(chain(*pairs)))])
 
 
 def test_masking_rate_and_batch_sizes_do_not_change_the_order_of_the_documents(tiny_corpus):

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_neobert.config.schema import DataConfig, Settings, TrainingConfig
 from megatron_neobert.data.batches.batch import MicroBatch, RankBatches, RankPosition
 from megatron_neobert.data.batches.masking import TokenIds
 from megatron_neobert.data.batches.order import SplitPart
-from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
-from megatron_neobert.data.batches.windows import BatchSettings, Source
+from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.windows import BatchPhase, Source
 
 VOCABULARY = 1000
 UNKNOWN = 4
@@ -62,9 +63,9 @@ def web_like_lengths(documents: int, *, seed: int = 0) -> NDArray[np.int64]:
     return np.maximum(1, np.random.default_rng(seed).lognormal(np.log(368), sigma, documents)).astype(np.int64)
 
 
-def batch_settings(**changes: Any) -> BatchSettings:
-    defaults = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "long_documents": "truncate"}
-    return BatchSettings(**{**defaults, **PAPER, "token_ids": IDS, "seed": 1234, **changes})
+def batch_settings(*, micro_batch_size: int = 2, global_batch_size: int = 8, **data: Any) -> Settings:
+    training = TrainingConfig(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size, seed=1234)
+    return Settings(data=DataConfig(**{"seq_length": 64, **PAPER, **data}), training=training)
 
 
 def whole(corpus: MemoryCorpus, weight: int = 1) -> Source:
@@ -78,7 +79,7 @@ def stream_of(corpus: MemoryCorpus, **settings: Any) -> BatchStream:
 
 
 def stream_over(sources: tuple[Source, ...], **settings: Any) -> BatchStream:
-    return BatchStream((BatchPhase(sources, batch_settings(**settings)),))
+    return BatchStream((BatchPhase(sources, batch_settings(**settings), IDS),))
 
 
 def ranks_of(stream: BatchStream, size: int) -> list[BatchStream]:
