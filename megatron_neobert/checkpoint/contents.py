@@ -142,16 +142,12 @@ class StoredTensors:
                 "checkpoint of this model."
             )
         for file, box in self._boxes[name]:
-            overlap = [
-                (max(start, box_start), min(stop, box_start + size))
-                for start, stop, box_start, size in zip(offsets, stops, box.offsets, box.shape, strict=True)
-            ]
-            if all(begin < end for begin, end in overlap):
+            begins = np.maximum(offsets, box.offsets)
+            ends = np.minimum(stops, np.add(box.offsets, box.shape))
+            if (begins < ends).all():
                 target, source = (
-                    tuple(
-                        slice(begin - start, end - start) for (begin, end), start in zip(overlap, starts, strict=True)
-                    )
-                    for starts in (offsets, box.offsets)
+                    tuple(map(slice, (begins - start).tolist(), (ends - start).tolist()))
+                    for start in (offsets, box.offsets)
                 )
                 try:
                     into[target] = self._open(file).get_slice(name)[source].to(into)

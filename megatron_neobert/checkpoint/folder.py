@@ -17,7 +17,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -100,20 +100,33 @@ def check_folders(config: CheckpointConfig) -> None:
     """Check --save, --load and --continue-from before a start, without creating --save.
 
     Raises:
+        CheckpointError: --load has remains of checkpoints, but no complete one.
         ConfigError: --save contains a file named STOP.
+        MissingInputError: --continue-from has no checkpoint, or if it is not set, --load, which is not --save.
         OutputError: --save has checkpoints and is not --load, cannot be created, or contains a link or a folder of
             others under the name of an unfinished checkpoint.
     """
-    if config.save is not None and (Path(config.save) / "STOP").exists():
-        raise ConfigError(
-            f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
-        )
-    for unfinished in _unfinished(Path(config.save)) if config.save is not None else ():
-        require_own_folder(unfinished, MANIFEST)
+    if config.save is not None:
+        if (Path(config.save) / "STOP").exists():
+            raise ConfigError(
+                f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
+            )
+        for unfinished in _unfinished(Path(config.save)):
+            require_own_folder(unfinished, MANIFEST)
     load = Path(config.load).resolve() if config.load is not None else None
     save = Path(config.save).resolve() if config.save is not None else None
     if load is None or not list_checkpoints(load):
-        _check_fresh_start(config, load)
+        remains = [] if load is None else sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
+        if remains:
+            raise CheckpointError(
+                f"--load {config.load} holds {', '.join(remains[:3])} but no complete checkpoint (iter_*/{MANIFEST}), "
+                "and a start from scratch would hide the loss. Remove them, or name another folder."
+            )
+        flag, source = "--continue-from", config.continue_from
+        if source is None and not config.loads_save:
+            flag, source = "--load", config.load
+        if source is not None and not list_checkpoints(Path(source)):
+            raise MissingInputError(f"{flag} {source} holds no checkpoint (iter_*/{MANIFEST}); check the path.")
     if save and save != load and list_checkpoints(save):
         raise OutputError(
             f"--save {config.save} already holds checkpoints of a run; add --load {config.save} to resume it, or "
@@ -128,27 +141,6 @@ def check_folders(config: CheckpointConfig) -> None:
             raise OutputError(
                 f"--save {config.save} cannot be created ({error.strerror}); name another folder."
             ) from error
-
-
-def _check_fresh_start(config: CheckpointConfig, load: Path | None) -> None:
-    """Raise CheckpointError if --load, which must have no complete checkpoint, has remains of checkpoints.
-
-    Raise MissingInputError if --continue-from has no checkpoint, or if it is not set and --load is not --save.
-    """
-    if load is not None:
-        remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
-        if remains:
-            raise CheckpointError(
-                f"--load {config.load} holds {', '.join(remains[:3])} but no complete checkpoint (iter_*/{MANIFEST}), "
-                "and a start from scratch would hide the loss. Remove them, or name another folder."
-            )
-    if config.continue_from is not None:
-        if not list_checkpoints(Path(config.continue_from)):
-            raise MissingInputError(
-                f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{MANIFEST}); check the path."
-            )
-    elif load is not None and not config.loads_save:
-        raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{MANIFEST}); check the path.")
 
 
 @contextmanager
@@ -225,30 +217,6 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
     if missing := [name for name in _REQUIRED_FILES if name not in files]:
         raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; use another checkpoint.")
     return files
-
-
-def find_good_checkpoint(
-    folders: Sequence[Path], *, verify: Callable[[Path], None] = verify_files
-) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
-    """Return the first folder whose files are complete and undamaged, and the problems of the folders before it.
-
-    Args:
-        folders: Result of `list_folders`, at least one.
-        verify: Raises CheckpointError or OSError if a file of the checkpoint is damaged or cannot be read.
-
-    Raises:
-        CheckpointError: There is no such checkpoint.
-    """
-    problems: list[tuple[Path, CheckpointError | OSError]] = []
-    for candidate in folders:
-        try:
-            verify(candidate)
-        except (CheckpointError, OSError) as error:
-            problems.append((candidate, error))
-        else:
-            return candidate, problems
-    reasons = " ".join(str(problem) for _, problem in problems)
-    raise CheckpointError(f"{folders[0].parent} has no usable checkpoint. {reasons}")
 
 
 def quarantine(checkpoint: Path) -> Path:

@@ -6,19 +6,14 @@ boxes into its memory, so that any number of ranks in any layout can load a chec
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_neobert.checkpoint.contents import OPTIMIZER_STATE, StoredTensors
-from megatron_neobert.checkpoint.folder import (
-    find_good_checkpoint,
-    list_checkpoints,
-    list_folders,
-    quarantine,
-    verify_files,
-)
+from megatron_neobert.checkpoint.folder import list_checkpoints, list_folders, quarantine, verify_files
 from megatron_neobert.checkpoint.shards import local_parts
 from megatron_neobert.checkpoint.start import read_fitting_run
 from megatron_neobert.config.phases import phase_at
@@ -47,7 +42,8 @@ def find_checkpoint(settings: Settings) -> Found | None:
     """
     config = settings.checkpoint
     for load in (config.load, config.continue_from):
-        if load is not None and (folder := _find_in(settings, load)) is not None:
+        is_save = load == config.load and config.loads_save
+        if load is not None and (folder := _find_in(Path(load), is_save=is_save)) is not None:
             return Found(folder, has_new_data=load != config.load)
     return None
 
@@ -110,23 +106,19 @@ def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> Non
             part.weight.copy_(part.main)
 
 
-def _find_in(settings: Settings, load: str) -> Path | None:
+def _find_in(load: Path, *, is_save: bool) -> Path | None:
     """Return the newest undamaged checkpoint in a folder, the same on all ranks, or None if there are no checkpoints.
 
     Each rank verifies a share of the files. Rank 0 prints a warning for each newer checkpoint that it skips. In the
-    folder of --save, damaged checkpoints are renamed, so that --keep-last does not count them.
+    folder of --save, damaged checkpoints are renamed, so that --keep-last does not count them. Raise CheckpointError if
+    all checkpoints are damaged.
 
     Collective: all ranks.
     """
     # Rank 0 lists the folders, because a network file system may show them to other ranks later.
-    folders = broadcast(
-        _on_all_ranks(lambda: list_folders(Path(load)) if is_rank_zero() and list_checkpoints(Path(load)) else [])
-    )
-    if not folders:
-        return None
-    found, problems = find_good_checkpoint(folders, verify=_verify_share)
-    config = settings.checkpoint
-    is_save = load == config.load and config.loads_save
+    folders = broadcast(_on_all_ranks(lambda: list_folders(load) if is_rank_zero() and list_checkpoints(load) else []))
+    share = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    problems: list[tuple[Path, CheckpointError | OSError]] = []
 
     def skip() -> None:
         for folder, problem in problems if is_rank_zero() else ():
@@ -136,14 +128,18 @@ def _find_in(settings: Settings, load: str) -> Path | None:
             kind = "a damaged" if is_damaged else "an unreadable"
             print(f"warning: skipped {kind} checkpoint: {problem}{renamed}", flush=True)
 
-    _on_all_ranks(skip)
-    return found
-
-
-def _verify_share(folder: Path) -> None:
-    """Raise CheckpointError or OSError on all ranks if a file is damaged. Collective: all ranks."""
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    _on_all_ranks(lambda: verify_files(folder, share=(rank, ranks)))
+    for folder in folders:
+        try:
+            _on_all_ranks(partial(verify_files, folder, share=share))
+        except (CheckpointError, OSError) as error:
+            problems.append((folder, error))
+        else:
+            _on_all_ranks(skip)
+            return folder
+    if problems:
+        reasons = " ".join(str(problem) for _, problem in problems)
+        raise CheckpointError(f"{folders[0].parent} has no usable checkpoint. {reasons}")
+    return None
 
 
 def _on_all_ranks(function: Callable[[], Any]) -> Any:

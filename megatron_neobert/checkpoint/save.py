@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron_neobert.checkpoint.contents import StoredTensors, write_tensors
 from megatron_neobert.checkpoint.folder import (
     MANIFEST,
     iteration_folder,
+    iteration_of,
     list_checkpoints,
     prepare_folder,
     prune,
@@ -26,24 +26,15 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.checkpoint.shards import LocalBox, assign_to_files, parts_to_save
-from megatron_neobert.checkpoint.train_state import TrainState, write_train_state
+from megatron_neobert.checkpoint.train_state import write_train_state
 from megatron_neobert.config.cli import write_record
-from megatron_neobert.errors import DivergenceError, OutputError, SaveError
+from megatron_neobert.errors import DivergenceError, NeoBERTError, OutputError, SaveError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.distributed import broadcast, first_of_ranks
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import delete_folder
 from megatron_neobert.state import Run
-
-
-@dataclass
-class _Pending:
-    """A checkpoint that is being written."""
-
-    state: TrainState
-    optimizer_steps: int  # updates that Adam has made
-    files: Future[dict[str, FileRecord]]  # records of this rank's files, once its thread has written them
 
 
 class Saver:
@@ -53,14 +44,14 @@ class Saver:
         self.run = run
         self.log = log
         self.save_folder = Path(run.settings.checkpoint.save or "")
-        self._iteration = 0  # iteration of the checkpoint that is being written
-        self._temporary = Path()  # its folder, until it is complete
-        self._pending: _Pending | None = None
+        self._final = Path()  # folder of the checkpoint that is being written
+        self._temporary = Path()  # its name until it is complete
+        self._files: Future[dict[str, FileRecord]] | None = None  # records of the files that this rank's thread writes
 
     @property
     def is_writing(self) -> bool:
         """True while this rank's background write is in progress."""
-        return self._pending is not None and not self._pending.files.done()
+        return self._files is not None and not self._files.done()
 
     def save(self) -> None:
         """Save the current state of the run.
@@ -70,27 +61,31 @@ class Saver:
         Collective: all ranks.
         """
         self.finish()
-        run, config = self.run, self.run.settings.checkpoint
-        self._iteration = run.state.iteration
-        problem, temporary = None, Path()
+        run = self.run
+        self._final = iteration_folder(self.save_folder, run.state.iteration)
+        problem = None
         if is_rank_zero():
             try:
-                temporary = prepare_folder(self._final)
-            except (OSError, OutputError) as error:
+                self._temporary = prepare_folder(self._final)
+                steps = max((int(group["step"]) for group in run.optimizer.param_groups if "step" in group), default=0)
+                write_train_state(self._temporary, run.state, optimizer_steps=steps)
+                write_record(run.settings, self._temporary / "settings.yaml")
+                run.tokenizer.save_tokenizer_files(
+                    self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
+                )
+            except Exception as error:  # any exception, because the other ranks wait for this rank
                 problem = _describe(error)
         self._raise_on_all_ranks(problem)
-        self._temporary = broadcast(temporary)
+        self._temporary = broadcast(self._temporary)
         # Each rank has updated the weights that it saves. Those of other ranks may not have been gathered yet.
         boxes = [box for part in parts_to_save(run) for box in part.boxes()]
         self._check_finite(boxes)
         copies = [box._replace(data=box.data.to("cpu", copy=True)) for box in boxes]
         path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        files = thread.submit(_write, path, copies)
+        self._files = thread.submit(_write, path, copies)
         thread.shutdown(wait=False)
-        steps = max((int(group["step"]) for group in run.optimizer.param_groups if "step" in group), default=0)
-        self._pending = _Pending(run.state, steps, files)
-        if config.async_save:
+        if run.settings.checkpoint.async_save:
             self.log(f"saving {self._final} in the background")
         else:
             self.finish()
@@ -100,58 +95,42 @@ class Saver:
 
         Collective: all ranks.
         """
-        if self._pending is None:
+        if self._files is None:
             return
-        pending, self._pending = self._pending, None
-        files: dict[str, FileRecord] = {}
+        records: dict[str, FileRecord] = {}
         problem = None
         try:
-            files = pending.files.result()
+            records = self._files.result()
         except Exception as error:  # any exception, because the other ranks wait for this rank
             problem = _describe(error)
+        self._files = None
         results: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
-        torch.distributed.gather_object((files, problem), results)  # collective: all ranks
-        self._raise_on_all_ranks(self._complete(pending, results) if results is not None else None)
+        torch.distributed.gather_object((records, problem), results)  # collective: all ranks
+        self._raise_on_all_ranks(self._complete(results) if results is not None else None)
         self.log(f"saved {self._final}")
 
-    @property
-    def _final(self) -> Path:
-        return iteration_folder(self.save_folder, self._iteration)
-
     def _check_finite(self, boxes: Sequence[LocalBox]) -> None:
-        """Delete the temporary folder and raise DivergenceError on all ranks, if a value of any rank is not finite.
-
-        Collective: all ranks.
-        """
+        """Raise DivergenceError on all ranks if a value of any rank is not finite. Collective: all ranks."""
         # Extremes are NaN if a value is, and need no memory. The host reads them at once, and waits for a GPU once.
         extremes = [torch.stack(box.data.aminmax()).isfinite().all() for box in boxes]
         finite = torch.stack(extremes).tolist() if extremes else []
         names = sorted({box.name for box, is_finite in zip(boxes, finite, strict=True) if not is_finite})
-        problem = first_of_ranks(f"{len(names)} tensors, {names[0]} the first," if names else None)
-        if problem is not None:
-            self._remove_temporary()
-            raise DivergenceError(
-                f"iteration {self._iteration} is not saved: {problem} hold values that are not finite. {self._newest} "
-                "Continue from an earlier checkpoint, with a lower --lr."
-            )
+        problem = f"{len(names)} tensors, {names[0]} the first, hold values that are not finite" if names else None
+        remedy = "Continue from an earlier checkpoint, with a lower --lr."
+        self._raise_on_all_ranks(problem, DivergenceError, remedy)
 
-    def _complete(self, pending: _Pending, results: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
-        """Write the remaining files, publish the checkpoint, and delete old checkpoints. Only rank 0 calls this.
+    def _complete(self, results: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
+        """Publish the checkpoint, and delete old checkpoints. Only rank 0 calls this.
 
         A problem of a rank, or an error before the checkpoint is published, is returned as a text for all ranks.
 
         Args:
             results: (records of the written files, problem or None) of each rank.
         """
-        run, config = self.run, self.run.settings.checkpoint
+        config = self.run.settings.checkpoint
         if (problem := next((problem for _, problem in results if problem is not None), None)) is not None:
             return problem
         try:
-            write_train_state(self._temporary, pending.state, optimizer_steps=pending.optimizer_steps)
-            write_record(run.settings, self._temporary / "settings.yaml")
-            run.tokenizer.save_tokenizer_files(
-                self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
-            )
             write_manifest(self._temporary, {name: file for files, _ in results for name, file in files.items()})
             StoredTensors(self._temporary)  # raises an error if the files do not make up whole tensors
             publish(self._temporary, self._final)
@@ -164,26 +143,22 @@ class Saver:
             self.log(f"warning: old checkpoints in {self.save_folder} could not be deleted: {error}")
         return None
 
-    def _raise_on_all_ranks(self, problem: str | None) -> None:
-        """Delete the temporary folder and raise SaveError on all ranks, if any has a problem. Collective: all ranks."""
+    def _raise_on_all_ranks(
+        self,
+        problem: str | None,
+        error: type[NeoBERTError] = SaveError,
+        remedy: str = "Make room or fix the problem, then start again with the same command.",
+    ) -> None:
+        """Delete the temporary folder and raise an error on all ranks, if any has a problem. Collective: all ranks."""
         problem = first_of_ranks(problem)
-        if problem is not None:
-            self._remove_temporary()
-            raise SaveError(
-                f"iteration {self._iteration} could not be saved: {problem}. {self._newest} Make room or fix the "
-                "problem, then start again with the same command."
-            )
-
-    def _remove_temporary(self) -> None:
+        if problem is None:
+            return
         if is_rank_zero():
             with suppress(OSError, OutputError):
                 delete_folder(self._temporary, MANIFEST)
-
-    @property
-    def _newest(self) -> str:
-        """Sentence about the newest checkpoint, for messages."""
         older = list_checkpoints(self.save_folder)
-        return f"The newest checkpoint is {older[0]}." if older else f"There is no checkpoint in {self.save_folder}."
+        newest = f"The newest checkpoint is {older[0]}." if older else f"There is no checkpoint in {self.save_folder}."
+        raise error(f"iteration {iteration_of(self._final)} could not be saved: {problem}. {newest} {remedy}")
 
 
 def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:

@@ -87,30 +87,16 @@ def split_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[t
 
     Boxes follow each other in row-major order. A matrix has at most three. Without elements there are none.
     """
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    inner = (0,) * (len(shape) - 1)
-    if first > last:  # start and stop are inside of one row
-        yield from _split_row(shape, last, start % row, stop % row)
-        return
-    if start % row:
-        yield from _split_row(shape, first - 1, start % row, row)
-    if first < last:
-        yield (first, *inner), (last - first, *shape[1:])
-    if stop % row:
-        yield from _split_row(shape, last, 0, stop % row)
-
-
-def _split_row(
-    shape: Sequence[int], number: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offsets, size in split_range(shape[1:], start, stop):
-        yield (number, *offsets), (1, *size)
+    shape = 1, *shape
+    sizes = [prod(shape[axis + 1 :]) for axis in range(len(shape))]  # elements per index of the axis
+    while start < stop:
+        # The outermost axis that has a whole index at `start`, and as many of its indices as are in the range.
+        axis = next(axis for axis, size in enumerate(sizes) if start % size == 0 and start + size <= stop)
+        offsets = [start // size % extent for size, extent in zip(sizes, shape, strict=True)]
+        count = min((stop - start) // sizes[axis], shape[axis] - offsets[axis])
+        box = (*[1] * axis, count, *shape[axis + 1 :])
+        yield tuple(offsets[1:]), box[1:]
+        start += count * sizes[axis]
 
 
 def local_parts(run: Run) -> list[Part]:
@@ -119,7 +105,13 @@ def local_parts(run: Run) -> list[Part]:
     Without the distributed optimizer, these are this rank's whole parameters.
     """
     model = run.unwrapped_model
-    entries = entries_of(model)
+    # megatron.core's description of each parameter of this rank: name, offsets, and shape of the whole.
+    entries = {
+        entry.data: entry
+        for name, entry in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
+        if not name.endswith("_extra_state")  # pickles of Transformer Engine, for FP8 scaling
+    }
+    assert entries.keys() == set(model.parameters()), "the state of the model is its parameters"
     parts = []
     for optimizer in run.optimizer.chained_optimizers:
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -129,17 +121,6 @@ def local_parts(run: Run) -> list[Part]:
             moments = {name: value.detach().view(-1) for name, value in state.items() if name != "step"}
             parts.append(Part(entries[parameter], start, weight, main.detach().view(-1), moments))
     return parts
-
-
-def entries_of(model: Any) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
-    """Return megatron.core's description of each parameter of this rank: name, offsets, and shape of the whole."""
-    entries = {
-        entry.data: entry
-        for name, entry in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
-        if not name.endswith("_extra_state")  # pickles of Transformer Engine, for FP8 scaling
-    }
-    assert entries.keys() == set(model.parameters()), "the state of the model is its parameters"
-    return entries
 
 
 def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, int]]:

@@ -1,10 +1,12 @@
 """Runs that are stopped, or whose newest checkpoints are damaged, end with the state of an undisturbed run."""
 
+import errno
 import os
 import re
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ranks import read_metrics, train_on_ranks
 from reliability.states import assert_same_state, names_in
 from tests_tiny import ITERATIONS
 
+from megatron_neobert.checkpoint import folder
 from megatron_neobert.checkpoint import save as saver
 from megatron_neobert.checkpoint.folder import iteration_folder, list_checkpoints
 from megatron_neobert.runtime import signals
@@ -98,18 +101,31 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def fail_to_read(file: Path) -> None:
+    """Let a file of a checkpoint have a read error."""
+    read = folder.sha256_of
+
+    def read_or_fail(path: Path) -> str:
+        if path == file:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    folder.sha256_of = read_or_fail
+
+
 def test_damaged_checkpoints_are_named_and_renamed_and_the_run_resumes_from_an_older_one(settings, capfd):
     whole, run = (settings(name).with_section("checkpoint", save_interval=1) for name in ("whole", "run"))
     train_on_ranks(whole, world_size=2)
-    train_on_ranks(run.with_section("training", exit_interval=4), world_size=2)
+    train_on_ranks(run.with_section("training", exit_interval=5), world_size=2)
     save = Path(run.checkpoint.save)
-    flipped, truncated = (min(folder.glob("*.safetensors")) for folder in list_checkpoints(save)[:2])
+    unreadable, flipped, truncated = (min(each.glob("*.safetensors")) for each in list_checkpoints(save)[:3])
     size = truncated.stat().st_size
     flip_bit(flipped)
     os.truncate(truncated, size // 2)
     capfd.readouterr()
-    train_on_ranks(run, world_size=2)
+    train_on_ranks(run, world_size=2, prepare=partial(fail_to_read, unreadable))
     output = capfd.readouterr().out
+    assert f"warning: skipped an unreadable checkpoint: [Errno 5] Input/output error: '{unreadable}'\n" in output
     first, second = re.findall("warning: skipped a damaged checkpoint: (.*)", output)
     assert first.startswith(f"{flipped}: its sha256 is not ") and first.endswith("It is now iter_0000004.damaged.")
     assert second.startswith(f"{truncated}: {size // 2} bytes, expected {size};")

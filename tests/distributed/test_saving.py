@@ -95,21 +95,29 @@ def test_checkpoint_written_in_the_background_has_the_state_of_its_iteration(set
             assert torch.equal(stored.read_whole(stored.main_name(name)).bfloat16(), stored.read_whole(name)), name
 
 
-def fill_the_disk_of(rank: int, iteration: int) -> Any:
-    """Let the kernel refuse large files of one rank while it writes the checkpoint of an iteration."""
+def fill_the_disk_of_rank_1() -> None:
+    """Let the kernel refuse large files of rank 1 while it writes the checkpoint of iteration 3."""
+    write = saver._write
 
-    def prepare() -> None:
-        write = saver._write
+    def write_or_fail(path: Path, *args: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and "0000003" in str(path):
+            with largest_file(1 << 16):
+                return write(path, *args)
+        return write(path, *args)
 
-        def write_or_fail(path: Path, *args: Any) -> Any:
-            if torch.distributed.get_rank() == rank and f"{iteration:07d}" in str(path):
-                with largest_file(1 << 16):
-                    return write(path, *args)
-            return write(path, *args)
+    saver._write = write_or_fail
 
-        saver._write = write_or_fail
 
-    return prepare
+def fail_to_publish() -> None:
+    """Let a function of checkpoint/save.py, which only rank 0 calls, fail at iteration 3."""
+    publish = saver.publish
+
+    def publish_or_fail(temporary: Path, final: Path) -> None:
+        if final.name == "iter_0000003":
+            raise OSError(28, "No space left on device")
+        publish(temporary, final)
+
+    saver.publish = publish_or_fail
 
 
 def error_of_all_ranks(run: Settings, *, prepare: Any) -> str:
@@ -137,37 +145,23 @@ def record_error(run_training: Any, folder: Path, settings: Settings, watcher: W
 
 
 @pytest.mark.parametrize(
-    ("rank", "is_async"),
-    [pytest.param(0, False, marks=pytest.mark.slow), (1, True)],
-    ids=["rank 0 sync", "rank 1 async"],
+    ("prepare", "is_async", "problem"),
+    [
+        (fill_the_disk_of_rank_1, True, "rank 1 on .*File too large"),
+        (fail_to_publish, False, "rank 0 on .*No space left"),
+    ],
 )
-def test_full_disk_of_a_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd, rank, is_async):
+def test_error_of_one_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd, prepare, is_async, problem):
     run = saves_each_iteration(settings, "run", async_save=is_async).with_section("parallel", **TP2)
-    error = error_of_all_ranks(run, prepare=fill_the_disk_of(rank, iteration=3))
-    reason = f"rank {rank} on .*File too large.* The newest checkpoint is .*/iter_0000002"
-    assert re.match(f"74: iteration 3 could not be saved: {reason}", error)
+    error = error_of_all_ranks(run, prepare=prepare)
+    newest = "The newest checkpoint is .*/iter_0000002"
+    assert re.match(f"74: iteration 3 could not be saved: {problem}.* {newest}", error)
     save = Path(run.checkpoint.save)
     assert [folder.name for folder in list_checkpoints(save)] == ["iter_0000002", "iter_0000001"]
     assert not list(save.glob(".*"))
     train_on_ranks(run, world_size=2)
     assert f"from {save}/iter_0000002" in capfd.readouterr().out
     assert list_checkpoints(save)[0].name == f"iter_{ITERATIONS:07d}"
-
-
-def fail_to_publish() -> None:
-    """Let a function of checkpoint/save.py fail, which only rank 0 calls."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    saver.publish = fail
-
-
-def test_error_on_rank_0_only_ends_all_ranks(settings):
-    run = saves_each_iteration(settings, "run")
-    error = error_of_all_ranks(run, prepare=fail_to_publish)
-    assert error.startswith("74: iteration 1 could not be saved: rank 0 on ")
-    assert list_checkpoints(Path(run.checkpoint.save)) == []
 
 
 def poison_a_weight_after_the_update() -> None:
@@ -214,6 +208,6 @@ def test_the_host_reads_whether_all_boxes_are_finite_at_once(settings):
 def test_weights_that_are_not_finite_are_not_saved(settings):
     run = saves_each_iteration(settings, "run").with_section("parallel", **TP2)
     error = error_of_all_ranks(run, prepare=poison_a_weight_after_the_update)
-    assert re.match(r"70: iteration 2 is not saved: .*linear_fc2\.weight", error)
+    assert re.match(r"70: iteration 2 could not be saved: .*linear_fc2\.weight", error)
     assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000001"]
     assert not list(Path(run.checkpoint.save).glob(".*")), "no temporary folder is left"

@@ -1,8 +1,8 @@
 """Checkpoints: folders, verification, pruning, crashes during a save, locks, tensors and train states."""
 
-import errno
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,14 +18,12 @@ from megatron_neobert.checkpoint.contents import Box, StoredTensors, write_tenso
 from megatron_neobert.checkpoint.folder import (
     check_folders,
     claim,
-    find_good_checkpoint,
     iteration_folder,
     list_checkpoints,
     list_folders,
     prepare_folder,
     prune,
     publish,
-    quarantine,
     verify_files,
     write_manifest,
 )
@@ -151,9 +149,9 @@ def restart(save: Path) -> int:
     """
     check_folders(config(save))
     with claim(str(save)):
-        checkpoint, problems = find_good_checkpoint(list_folders(save))
-        assert problems == []
-        iteration = checkpoint_files.iteration_of(checkpoint)
+        newest = list_folders(save)[0]
+        verify_files(newest)
+        iteration = checkpoint_files.iteration_of(newest)
         save_files(save, 4)
         prune(save, keep_last=2, keep_every=None)
     assert names(save) == [f"iter_{iteration:07d}", "iter_0000004", "latest_checkpointed_iteration.txt", "lock"]
@@ -214,16 +212,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damaged_newest_checkpoint_is_skipped_with_its_file_named_and_can_be_quarantined(tmp_path, damage, message):
-    good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
-    damage(newest)
-    checkpoint, problems = find_good_checkpoint(list_folders(tmp_path))
-    assert checkpoint == good
-    assert [folder for folder, _ in problems] == [newest]
-    assert message in str(problems[0][1])
-    quarantine(newest)
-    assert find_good_checkpoint(list_folders(tmp_path)) == (good, [])
-    assert (tmp_path / "iter_0000002.damaged").is_dir()
+def test_damage_of_a_checkpoint_is_found_and_the_file_is_named(tmp_path, damage, message):
+    folder = save_files(tmp_path, 2)
+    verify_files(folder)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        verify_files(folder)
 
 
 def test_damage_of_any_file_is_found_by_exactly_one_of_the_shares_of_a_verification(tmp_path):
@@ -242,21 +236,6 @@ def test_damage_of_any_file_is_found_by_exactly_one_of_the_shares_of_a_verificat
                 found += 1
         assert found == 1, path
         path.write_bytes(content)
-
-
-def test_newest_checkpoint_with_a_read_error_is_skipped(tmp_path, monkeypatch):
-    good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
-    read = checkpoint_files.sha256_of
-
-    def read_or_fail(path: Path) -> str:
-        if path.parent == newest:
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return read(path)
-
-    monkeypatch.setattr(checkpoint_files, "sha256_of", read_or_fail)
-    checkpoint, problems = find_good_checkpoint(list_folders(tmp_path))
-    assert checkpoint == good
-    assert [(folder, type(problem)) for folder, problem in problems] == [(newest, OSError)]
 
 
 def config(folder: Path, **changes: object) -> CheckpointConfig:
