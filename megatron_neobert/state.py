@@ -46,7 +46,7 @@ class RankStatus:
     stop_code: int = 0  # of `requested_stop` in runtime/signals.py
     is_saving: int = 0  # 1 while the rank writes its part of a checkpoint
     memory_mib: int = 0
-    compute_us: int = 0  # microseconds of the previous step, see StepClock in training/metrics.py
+    compute_us: int = 0  # microseconds of the previous step, see Monitor.stop_clock
 
 
 @dataclass(frozen=True)

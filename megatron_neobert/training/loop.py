@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import os
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -107,7 +106,14 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
         return _exit_code(run, monitor, control)
     attention: str | None = None
     with collecting_together() as collect_garbage, profiling(run, log=monitor.log) as end_profiled_step:
-        loader = _open_loader(run)
+        stream = replace(run.training_stream, iteration=run.state.iteration, cursor=run.state.cursor)
+        workers, device = run.settings.data.num_workers, run.device
+        uses_dali = run.settings.data.dataloader_type == "dali"
+        loader = (
+            build_dali_loader(stream, num_workers=workers, device=device)
+            if uses_dali
+            else build_loader(stream, num_workers=workers)
+        )
         while not control.ends:
             watcher.mark("waiting for data", run.state.iteration + 1)
             with monitor.waiting():
@@ -171,7 +177,7 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, watcher: 
     )
     if control.stop is None and _validation_is_due(run):
         control = _validate(run, monitor, saver, watcher, control)
-    run.read_status, run.has_gradients = read_status, monitor.clock.stop
+    run.read_status, run.has_gradients = read_status, monitor.stop_clock
     if control.is_last and control.stop is None:
         monitor.log(f"already trained: iteration {iteration} of {training.train_iters} is saved")
     return control
@@ -182,7 +188,16 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
     stop = reason_to_stop(training, iteration=iteration, agreed_code=result.status.stop_code)
     if stop is None and iteration < training.train_iters and _is_due(iteration, training.exit_interval):
         stop = f"--exit-interval {training.exit_interval}"
-    control = LoopControl(stop=stop, failure=_describe_divergence(run), is_last=iteration == training.train_iters)
+    failure, skipped = None, run.state.skipped_in_a_row
+    # Also at a multiple: a run that resumes after the error may skip as many updates again.
+    if skipped and skipped % MOST_SKIPPED == 0:
+        failure = (
+            f"the updates of the last {skipped} iterations, {iteration - skipped + 1} to {iteration}, were skipped, "
+            "because loss or gradient norm was not finite or no token was predicted. Inspect the batch with neobert "
+            f"replay --load {checkpoint.save or 'SAVE'} --iteration {iteration} --checkpoint-iteration {iteration}; "
+            "then continue from an earlier checkpoint, with a lower --lr or other data."
+        )
+    control = LoopControl(stop=stop, failure=failure, is_last=iteration == training.train_iters)
     is_saved = control.ends or _is_due(iteration, checkpoint.save_interval)
     validates = not (control.stop or control.failure) and _validation_is_due(run)
     # Losses of two objectives have no common mean, and the next phase has another cost per token.
@@ -259,14 +274,6 @@ def _exit_code(run: Run, monitor: Monitor, control: LoopControl) -> int:
     return EXIT_STOPPED_EARLY if is_saved else EXIT_INTERRUPTED
 
 
-def _open_loader(run: Run) -> Iterator[RankBatches]:
-    state, data = run.state, run.settings.data
-    stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor)
-    if data.dataloader_type == "dali":
-        return build_dali_loader(stream, num_workers=data.num_workers, device=run.device)
-    return build_loader(stream, num_workers=data.num_workers)
-
-
 def _opening_line(run: Run, loaded: Path | None) -> str:
     settings = run.settings
     parameters = count_parameters(settings.model, vocab_size=run.tokenizer.vocab_size).total
@@ -299,22 +306,6 @@ def _state_after_step(run: Run, batches: RankBatches, result: StepResult) -> Tra
         consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,
         skipped_iterations=run.state.skipped_iterations + skipped,
         skipped_in_a_row=(run.state.skipped_in_a_row + 1) * skipped,
-    )
-
-
-def _describe_divergence(run: Run) -> str | None:
-    """Return an error message if the updates skipped in a row are MOST_SKIPPED or a multiple, otherwise None.
-
-    A run that resumes after the error may therefore skip as many updates again.
-    """
-    skipped, last, save = run.state.skipped_in_a_row, run.state.iteration, run.settings.checkpoint.save
-    if skipped == 0 or skipped % MOST_SKIPPED:
-        return None
-    return (
-        f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped, because loss or "
-        f"gradient norm was not finite or no token was predicted. Inspect the batch with neobert replay --load "
-        f"{save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then continue from an earlier checkpoint, "
-        "with a lower --lr or other data."
     )
 
 

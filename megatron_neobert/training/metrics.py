@@ -69,42 +69,6 @@ def _in_seven_columns(value: float | None, *, digits: int) -> str:
     return text if len(text) <= 7 else f"{value:.1e}"
 
 
-class StepClock:
-    """Time that a rank computes in a step, which names the slowest rank of a run.
-
-    It begins with the request for a batch and ends when this rank has its gradients: loading, forward and backward.
-    Waiting for other replicas is not included, because gradients are reduced afterwards. Waiting for ranks of the same
-    replica (tensor, pipeline and context parallelism) is included, so all ranks of a slow replica are slow.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._started = self._stopped = self._now()
-
-    def start(self) -> None:
-        """Start the time of a step."""
-        self._started = self._now()
-
-    def stop(self) -> None:
-        """End the time of the step."""
-        self._stopped = self._now()
-
-    def microseconds(self) -> int:
-        """Return the time of the last step. On a GPU, the device must have finished the step."""
-        if self._on_gpu:
-            return round(1e3 * self._started.elapsed_time(self._stopped))
-        return round(1e6 * (self._stopped - self._started))
-
-    def _now(self) -> Any:
-        """Return the time in seconds, or on a GPU an event, so that the host does not wait for the device."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        # External: also recorded whenever a CUDA graph is launched that it was captured in.
-        event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record()
-        return event
-
-
 class Monitor:
     """Collects step results, and logs them on rank 0. A context manager that closes the trackers.
 
@@ -119,8 +83,8 @@ class Monitor:
         self.device = device
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
-        self.clock = StepClock(device)
-        self.compute_us = 0  # of this rank in the last step
+        self.step_started = self.step_computed = self._now()
+        self.compute_us = 0  # of this rank in the last step, see stop_clock
         self.start_interval()
         self.trackers = Trackers(settings, iteration=iteration, log=self.log) if is_rank_zero() else None
 
@@ -132,7 +96,6 @@ class Monitor:
         self.sums = MetricSums()
         self.iterations = self.updates = 0  # updates are iterations that were not skipped
         self.predicted_tokens = 0.0  # of skipped iterations, too
-        self.capacity_tokens = 0  # token capacity of these iterations
         self.largest_memory_mib = 0  # over all ranks
         self.waited_seconds = 0.0
         self.computed_us = [0] * world_size()
@@ -155,10 +118,28 @@ class Monitor:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context manager around the wait for a batch: start the step's clock, and add the wait to the interval's."""
-        self.clock.start()
+        self.step_started = self._now()
         started = time.perf_counter()
         yield
         self.waited_seconds += time.perf_counter() - started
+
+    def stop_clock(self) -> None:
+        """End the time that this rank computes in a step, which names the slowest rank of a run.
+
+        It begins with the request for a batch and ends when this rank has its gradients: loading, forward and backward.
+        Waiting for other replicas is not included, because gradients are reduced afterwards. Waiting for ranks of the
+        same replica (tensor, pipeline and context parallelism) is included, so all ranks of a slow replica are slow.
+        """
+        self.step_computed = self._now()
+
+    def _now(self) -> Any:
+        """Return the time in seconds, or on a GPU an event, so that the host does not wait for the device."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        # External: also recorded whenever a CUDA graph is launched that it was captured in.
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        return event
 
     def used_memory_mib(self) -> int:
         """Return this rank's memory in MiB: on GPU, the allocated peak since the last call; on CPU, the current use."""
@@ -186,11 +167,13 @@ class Monitor:
         memory_mib = result.status.memory_mib
         self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
-        self.compute_us = self.clock.microseconds()
+        if self.device.type == "cuda":  # which has finished the step
+            self.compute_us = round(1e3 * self.step_started.elapsed_time(self.step_computed))
+        else:
+            self.compute_us = round(1e6 * (self.step_computed - self.step_started))
         if any(result.compute_us):  # the first step of a start has no previous step
             self.computed_us = [a + b for a, b in zip(self.computed_us, result.compute_us, strict=True)]
             self.computed_steps += 1
-        self.capacity_tokens += phase_at(self.settings, state.iteration).settings.tokens_per_iteration
 
     def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> TrainState:
         """Log the interval and start a new one. Return `state` with the tokens of the interval added.
@@ -240,7 +223,8 @@ class Monitor:
 
         Tokens are document tokens. `memory_gib` is the memory of the rank that uses most. `fill` is the packing
         efficiency, and `data_wait` the share of time in which rank 0 waited for data. `compute_seconds` is the median
-        over the ranks of their `StepClock`, and `slowest_rank_lead` the share by which the slowest rank exceeds it.
+        over the ranks of the time of `stop_clock`, and `slowest_rank_lead` the share by which the slowest rank exceeds
+        it.
         Loss and accuracy are missing without an update, `mfu` for an unknown GPU, the slowest rank with a single rank.
         """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
@@ -257,7 +241,7 @@ class Monitor:
             "tokens_per_second_per_rank": sums.tokens / seconds / world_size(),
             "tflops_per_rank": tflops,
             "memory_gib": self.largest_memory_mib / 1024,
-            "fill": sums.tokens / self.capacity_tokens,
+            "fill": sums.tokens / (self.iterations * settings.tokens_per_iteration),  # an interval is in one phase
             "data_wait": self.waited_seconds / seconds,
             "consumed_tokens": state.consumed_tokens,
             "skipped_iterations": state.skipped_iterations,

@@ -35,7 +35,7 @@ def train_step(run: Run, batches: RankBatches) -> StepResult:
         batches: Micro-batches of this rank.
     """
     reports, local_norm = compute_gradients(run, batches)
-    result = _gather_results(run, _sum_reports(reports, batches, run.device), local_norm)
+    result = _gather_results(run, reports, batches.real_tokens, local_norm)
     reason = skip_reason(result.sums, result.grad_norm)
     if reason is None:
         update_weights(run, result.grad_norm)
@@ -73,15 +73,15 @@ def compute_gradients(run: Run, batches: RankBatches) -> tuple[list[Tensor], Ten
 def validation_step(run: Run, batches: RankBatches) -> StepResult:
     """Return the loss sums of one validation batch. Collective: all ranks."""
     reports = run_schedule(run, batches, forward_only=True)
-    return _gather_results(run, _sum_reports(reports, batches, run.device))
+    return _gather_results(run, reports, batches.real_tokens)
 
 
 def share_status(run: Run) -> RankStatus:
     """Return the largest status over all ranks, without a training step. Collective: all ranks."""
-    return _gather_results(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device)).status
+    return _gather_results(run, [], 0).status
 
 
-def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> StepResult:
+def _gather_results(run: Run, reports: list[Tensor], real_tokens: int, grad_norm: Tensor | None = None) -> StepResult:
     """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
     The result also has each rank's own computing time. `run.read_status` gives the status of this rank. Norms are
@@ -89,11 +89,17 @@ def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> 
     they differ by rounding.
 
     Args:
-        sums: MetricSums of this rank: fp64, [5], in the order of the fields.
+        reports: A report of `_compute_loss` per micro-batch; none on a pipeline stage without the head.
         grad_norm: Gradient norm that this rank computed, a scalar on the device; None for 0.
 
     Collective: all ranks.
     """
+    # Filled on the device, because a copy from the host would wait for the device.
+    sums = torch.zeros(_SUMS, dtype=torch.float64, device=run.device)  # MetricSums, in the order of the fields
+    if reports:
+        total = torch.stack(reports).sum(0)
+        tokens = torch.full((1,), real_tokens, dtype=torch.float64, device=run.device)
+        sums = torch.cat([total[:3], tokens, total[3:]])
     # Pinned memory, because a copy from pageable memory waits for the device.
     status = torch.tensor(astuple(run.read_status()), dtype=torch.float64, pin_memory=run.device.type == "cuda")
     norm = torch.zeros_like(sums[:1]) if grad_norm is None else grad_norm.reshape(1)
@@ -130,20 +136,6 @@ def run_schedule(run: Run, batches: RankBatches, *, forward_only: bool = False) 
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def _sum_reports(reports: list[Tensor], batches: RankBatches, device: torch.device) -> Tensor:
-    """Return MetricSums of this rank: fp64, [5], in the order of the fields; zeros without reports.
-
-    Args:
-        reports: A report of `_compute_loss` per micro-batch.
-    """
-    if not reports:  # a pipeline stage without the head
-        return torch.zeros(_SUMS, dtype=torch.float64, device=device)
-    # Filled on the device, because a copy from the host would wait for the device.
-    tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=device)
-    total = torch.stack(reports).sum(0)
-    return torch.cat([total[:3], tokens, total[3:]])
 
 
 def _forward_step(run: Run, data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple:

@@ -42,7 +42,13 @@ class Trackers:
         self.log = log
         self.failed: set[str] = set()  # trackers that could not be written to
         self._append({"iteration": iteration, "start": True})
-        self.tensorboard = _open_tensorboard(settings, iteration)
+        self.tensorboard: Any = None
+        if self.save is not None:
+            # Slow to import, and only rank 0 needs it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Values after the checkpoint are hidden.
+            self.tensorboard = SummaryWriter(str(self.save / "tensorboard"), purge_step=iteration + 1)
         self.wandb = None if settings.logging.wandb_project is None else start_wandb(settings)
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
@@ -95,26 +101,21 @@ def _tag(name: str) -> str:
     return f"{'train' if name in _LEARNING else 'machine'}/{name}"
 
 
-def _open_tensorboard(settings: Settings, iteration: int) -> Any:
-    if settings.checkpoint.save is None:
-        return None
-    # Slow to import, and only rank 0 needs it.
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = str(Path(settings.checkpoint.save) / "tensorboard")
-    return SummaryWriter(folder, purge_step=iteration + 1)  # hides values after the checkpoint
-
-
 def start_wandb(settings: Settings) -> Any:
     """Start or resume the W&B run of the save folder, and return it. Raise ConfigError if W&B does not start."""
     import wandb
 
-    project, save = settings.logging.wandb_project, settings.checkpoint.save
+    project, save, id_ = settings.logging.wandb_project, settings.checkpoint.save, None
+    if save is not None:
+        path = Path(save) / "wandb_id.txt"
+        if not path.exists():
+            replace_file(path, secrets.token_hex(4) + "\n")
+        id_ = path.read_text(encoding="utf-8", errors="replace").strip()[:64]
     try:
         run = wandb.init(
             project=project,
             name=save and Path(save).resolve().name,
-            id=save and _id_of(Path(save)),
+            id=id_,
             resume="allow",
             dir=save,
             config=asdict(settings),
@@ -131,11 +132,3 @@ def start_wandb(settings: Settings) -> Any:
     run.define_metric("iteration")
     run.define_metric("*", step_metric="iteration")
     return run
-
-
-def _id_of(save: Path) -> str:
-    """Return the W&B id of a save folder. The first call draws the id and writes it to the folder."""
-    path = save / "wandb_id.txt"
-    if not path.exists():
-        replace_file(path, secrets.token_hex(4) + "\n")
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:64]
