@@ -60,9 +60,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
     Collective: all ranks.
     """
-    saved, (train_state, optimizer_steps) = read_fitting_run(
-        folder, run.settings, run.opened, has_new_data=has_new_data
-    )
+    saved, recorded = read_fitting_run(folder, run.settings, run.opened, has_new_data=has_new_data)
+    train_state = recorded.state
     stored = broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
     _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not saved.weights_only))
     if run.settings.parallel.use_distributed_optimizer:
@@ -70,7 +69,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     if not saved.weights_only:
         for group in run.optimizer.param_groups:
             if "betas" in group:  # Muon does not count steps
-                group["step"] = optimizer_steps
+                group["step"] = recorded.optimizer_steps
     compared, phase = (saved.settings, run.settings), phase_at(run.settings, train_state.iteration)
     if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
         compared = phase_at(saved.settings, train_state.iteration).settings, phase.settings

@@ -62,11 +62,7 @@ class Part:
             yield from self.boxes_of(flat, prefix)
 
     def boxes_of(self, flat: Tensor, prefix: str) -> Iterator[LocalBox]:
-        """Yield the boxes of `flat`, which has one value per element of this part.
-
-        Args:
-            prefix: Put before the names of the weights.
-        """
+        """Yield the boxes of `flat`, which has one value per element of this part, with `prefix` before their names."""
         entry = self.entry
         for piece in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
             assert piece.data.is_contiguous() and not piece.prepend_axis_num, piece

@@ -22,9 +22,6 @@ def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> N
 
     Raise the errors of `read_fitting_run`. Tensors are not read. A damaged checkpoint is not checked, because loading
     skips it and may use an older one.
-
-    Args:
-        opened: Data of each phase of the run.
     """
     folder = newest_checkpoint(settings.checkpoint)
     if folder is None:
@@ -43,7 +40,6 @@ def read_fitting_run(
     """Return what a checkpoint records about its run, if a run with these settings, data and tokenizer can continue it.
 
     Args:
-        opened: Data of each phase of the run that starts.
         has_new_data: The checkpoint is of --continue-from, so its data may differ.
 
     Raises:

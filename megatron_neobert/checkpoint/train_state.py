@@ -1,20 +1,17 @@
 """The train state of a run, and train_state.json, which stores it in a checkpoint. This module needs no torch."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from megatron_neobert.checkpoint.folder import TRAIN_STATE
 from megatron_neobert.config.resume_rules import ReadCorpus
-from megatron_neobert.data.batches.windows import Cursor
+from megatron_neobert.data.batches.windows import Count, Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.text import parse_json
-
-_LARGEST_COUNT = 1 << 62  # leaves room for additions in an int64
 
 
 @dataclass(frozen=True)
@@ -22,28 +19,28 @@ class TrainState:
     """Progress of a run. A run resumes from this, the weights and the optimizer state."""
 
     corpus_sha256: str  # identity of the corpus or blend at the last iteration, into which `cursor` points
-    iteration: int = 0  # last trained or skipped iteration
+    iteration: Count = 0  # last trained or skipped iteration
     cursor: Cursor = field(default_factory=Cursor)  # next packed sequence to read
-    consumed_samples: int = 0  # packed sequences
-    consumed_tokens: int = 0  # document tokens; unused token capacity is not counted
-    skipped_iterations: int = 0  # iterations without an update, see skip_reason in training/step.py
-    skipped_in_a_row: int = 0  # skipped iterations since the last update
-    validated_iteration: int = 0  # iteration of the last complete validation
+    consumed_samples: Count = 0  # packed sequences
+    consumed_tokens: Count = 0  # document tokens; unused token capacity is not counted
+    skipped_iterations: Count = 0  # iterations without an update, see skip_reason in training/step.py
+    skipped_in_a_row: Count = 0  # skipped iterations since the last update
+    validated_iteration: Count = 0  # iteration of the last complete validation
     # Identity of the corpus or blend of the first phase, whose held-out documents validate.
     first_corpus_sha256: str = ""
     read_corpora: tuple[ReadCorpus, ...] = ()  # by this run and the runs before it
 
 
-class SavedState(NamedTuple):
+class SavedState(msgspec.Struct, frozen=True):
     """Content of train_state.json."""
 
-    state: TrainState
-    optimizer_steps: int | None  # updates that Adam has made; None in a checkpoint without optimizer state
+    state: TrainState = msgspec.field(name="progress")
+    optimizer_steps: Count | None  # updates that Adam has made; None in a checkpoint without optimizer state
 
 
 def write_train_state(folder: Path, state: TrainState, *, optimizer_steps: int | None = None) -> None:
     """Write train_state.json. The arguments are the fields of SavedState."""
-    content = {"progress": asdict(state), "optimizer_steps": optimizer_steps}
+    content = msgspec.to_builtins(SavedState(state, optimizer_steps))
     (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
@@ -55,16 +52,10 @@ def read_train_state(folder: Path) -> SavedState:
     """
     path = folder / TRAIN_STATE
     try:
-        content = parse_json(read_text(path))
-        state = msgspec.convert(content["progress"], TrainState)
-        steps = msgspec.convert(content["optimizer_steps"], int | None)
-        for name, count in (vars(state) | vars(state.cursor) | {"optimizer_steps": steps}).items():
-            if isinstance(count, int) and not 0 <= count < _LARGEST_COUNT:
-                raise ValueError(f"{name} is {count}, which is not a valid count")
+        return msgspec.convert(parse_json(read_text(path)), SavedState)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another checkpoint.") from error
-    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise CheckpointError(
             f"{path}: not written by neobert ({short_reason(error)}); use another checkpoint."
         ) from error
-    return SavedState(state, steps)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -107,13 +108,10 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
     attention: str | None = None
     with collecting_together() as collect_garbage, profiling(run, log=monitor.log) as end_profiled_step:
         stream = replace(run.training_stream, iteration=run.state.iteration, cursor=run.state.cursor)
-        workers, device = run.settings.data.num_workers, run.device
-        uses_dali = run.settings.data.dataloader_type == "dali"
-        loader = (
-            build_dali_loader(stream, num_workers=workers, device=device)
-            if uses_dali
-            else build_loader(stream, num_workers=workers)
-        )
+        build: Callable[..., Iterator[RankBatches]] = build_loader
+        if run.settings.data.dataloader_type == "dali":
+            build = functools.partial(build_dali_loader, device=run.device)
+        loader = build(stream, num_workers=run.settings.data.num_workers)
         while not control.ends:
             watcher.mark("waiting for data", run.state.iteration + 1)
             with monitor.waiting():
@@ -134,7 +132,7 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
             if not result.status.is_saving:
                 saver.finish()
             if control.logs:
-                run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
+                monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
             if control.validates:
                 control = _validate(run, monitor, saver, watcher, control)
             if control.saves:
@@ -153,10 +151,7 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher) -> LoopControl:
     """Set the callbacks of `run`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
-    If the result's `ends` is True, the run must end: its last iteration is already saved, or a stop was requested while
-    the run was built.
-
-    Collective: all ranks.
+    It ends if its last iteration is already saved, or a stop was requested while it was built. Collective: all ranks.
     """
 
     def read_status(*, has_trained: bool = True) -> RankStatus:
@@ -290,7 +285,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
 
 
 def _state_after_step(run: Run, batches: RankBatches, result: StepResult) -> TrainState:
-    """Return the train state after a step, with or without an update. `consumed_tokens` is not updated here."""
+    """Return the train state after a step, with or without an update."""
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)
@@ -304,6 +299,7 @@ def _state_after_step(run: Run, batches: RankBatches, result: StepResult) -> Tra
         cursor=batches.cursor_after,
         read_corpora=tuple(dict.fromkeys((*run.state.read_corpora, *read))),
         consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,
+        consumed_tokens=run.state.consumed_tokens + round(result.sums.tokens),
         skipped_iterations=run.state.skipped_iterations + skipped,
         skipped_in_a_row=(run.state.skipped_in_a_row + 1) * skipped,
     )

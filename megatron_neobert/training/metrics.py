@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -175,19 +174,17 @@ class Monitor:
             self.computed_us = [a + b for a, b in zip(self.computed_us, result.compute_us, strict=True)]
             self.computed_steps += 1
 
-    def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> TrainState:
-        """Log the interval and start a new one. Return `state` with the tokens of the interval added.
+    def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> None:
+        """Log the interval and start a new one.
 
         Args:
             lr: Learning rate of the last iteration.
             grad_norm: Gradient norm of the last iteration, before clipping.
         """
-        state = replace(state, consumed_tokens=state.consumed_tokens + round(self.sums.tokens))
         values = {**self._values(state), "lr": lr, "grad_norm": grad_norm}
         self.log(interval_lines(self._position(state), values))
         self._record(state, values)
         self.start_interval()
-        return state
 
     def report_validation(
         self, state: TrainState, sums: Mapping[str, MetricSums], bytes_per_token: Mapping[str, float | None]

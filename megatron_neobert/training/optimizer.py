@@ -106,10 +106,7 @@ def update_weights(run: Run, grad_norm: float) -> None:
 def _build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Module) -> Any:
     """Return a Megatron optimizer with Muon for the matrices of the layers and AdamW for the other parameters.
 
-    Args:
-        build: Builds Megatron's AdamW for all parameters that require gradients.
-
-    Collective: all ranks.
+    `build` builds Megatron's AdamW for all parameters that require gradients. Collective: all ranks.
     """
     # Embeddings and decoder are matrices, too, but AdamW updates them.
     matrices: list[Parameter] = []

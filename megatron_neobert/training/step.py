@@ -30,9 +30,6 @@ def train_step(run: Run, batches: RankBatches) -> StepResult:
     """Train on one global batch: forward, backward, and the update unless it is skipped. Collective: all ranks.
 
     A skipped update only steps the scheduler. `run.state` does not change.
-
-    Args:
-        batches: Micro-batches of this rank.
     """
     reports, local_norm = compute_gradients(run, batches)
     result = _gather_results(run, reports, batches.real_tokens, local_norm)

@@ -13,7 +13,9 @@ no rank may have a shape of its own.
 import math
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +39,8 @@ from megatron_neobert.errors import CheckpointError
 # documents leave less than 0.1 % of packed sequences of 1,024 tokens unused and are packed in 2 ms. A cursor is only
 # valid for the value that it was saved with.
 WINDOW_DOCUMENTS = 4096
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # leaves room for additions in an int64
 
 IGNORED_LABEL = -100  # default ignore_index of torch's cross-entropy
 # A number of masked positions exceeds the mean by more than once in 10^13 micro-batches (exact, from 512
@@ -73,9 +77,9 @@ class Cursor:
     Checkpoints and metrics.jsonl store the fields under these names.
     """
 
-    epoch: int = 0
-    window: int = 0
-    sequence: int = 0  # index of the packed sequence in its window
+    epoch: Count = 0
+    window: Count = 0
+    sequence: Count = 0  # index of the packed sequence in its window
 
 
 @dataclass(frozen=True)

@@ -280,14 +280,17 @@ STATE = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("progress"), r"KeyError: 'progress'"),
-        (lambda state: state.pop("optimizer_steps"), r"KeyError: 'optimizer_steps'"),
-        (lambda state: state.update(optimizer_steps="2"), r"Expected `int | null`, got `str`"),
-        (lambda state: state.update(optimizer_steps=-1), r"optimizer_steps is -1, which is not a valid count"),
-        (lambda state: state["progress"].update(iteration=-5), r"iteration is -5, which is not a valid count"),
+        (lambda state: state.pop("progress"), "missing required field `progress`"),
+        (lambda state: state.pop("optimizer_steps"), "missing required field `optimizer_steps`"),
+        (
+            lambda state: state.update(optimizer_steps="2"),
+            r"Expected `int \| null`, got `str` - at `\$\.optimizer",
+        ),
+        (lambda state: state.update(optimizer_steps=-1), r"Expected `int` >= 0 - at `\$\.optimizer_steps`"),
+        (lambda state: state["progress"].update(iteration=-5), r"Expected `int` >= 0 - at `\$\.progress\.iteration`"),
         (
             lambda state: state["progress"].update(cursor={"sequence": 1 << 62}),
-            r"sequence is \d+, which is not a valid count",
+            r"Expected `int` <= \d+ - at `\$\.progress\.cursor\.sequence`",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """A rebuilt batch equals the batch of training and is shown as text; checkpoint and settings of its iteration."""
 
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -108,12 +109,28 @@ def test_an_iteration_before_the_first_checkpoint_of_a_continued_run_is_refused(
 # --- a batch as text: predicted tokens are marked, and control characters are escaped
 
 
+def show(*arguments):
+    """Run the command and return its output."""
+    code, printed, errors = call("inspect batch", *arguments)
+    assert (code, errors) == (0, "")
+    return printed
+
+
+def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout(corpora, tmp_path):
+    settings = settings_of(corpora)
+    write_record(settings, tmp_path / "settings.yaml")
+    write_checkpoint(tmp_path / "run", settings, iteration=4, cursor=asdict(rebuilt(settings, 4).cursor_after))
+    config = ("--config", tmp_path / "settings.yaml", "--iteration", 6, "--rows", 8)
+    layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
+    printed = show("--load", tmp_path / "run", *config[2:])
+    assert printed == show(*config) == show(*config, "--load", tmp_path / "run") == show(*config, *layout)
+    assert printed != show("--load", tmp_path / "run", *config[2:], "--seed", 1)
+
+
 def test_brackets_mark_predicted_tokens_and_control_characters_do_not_reach_the_terminal(corpora, tmp_path):
     settings = settings_of(corpora, mask_replacement="bert")
     write_record(settings, tmp_path / "settings.yaml")
-    flags = ("--config", tmp_path / "settings.yaml", "--iteration", 2, "--rows", 8)
-    code, printed, errors = call("inspect batch", *flags)
-    assert (code, errors) == (0, "")
+    printed = show("--config", tmp_path / "settings.yaml", "--iteration", 2, "--rows", 8)
     segments = list(read_segments(batch := rebuilt(settings, 2)))
     inputs = np.concatenate([segment.input_ids_s for segment in segments])
     labels = np.concatenate([segment.labels_s for segment in segments])

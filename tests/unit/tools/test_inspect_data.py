@@ -1,19 +1,15 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
 import shutil
-from dataclasses import asdict
 
 import pytest
 from commands import call
 from json_files import edit_json, write_jsonl
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
-from unit.inspection.small_runs import settings_of, write_checkpoint, write_corpora
 
 from megatron_neobert.commands import inspect as tool
-from megatron_neobert.config.cli import write_record
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.inspection.global_batch import rebuild_batch
 
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
 
@@ -116,22 +112,3 @@ def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monk
     assert shown().count(r"\x1b]0;owned\x07\u202e") == 5
     monkeypatch.setattr(tool, "visible", lambda text, **_: text)
     assert shown().count(hostile) == 5, "the control: without escaping"
-
-
-def show(*arguments):
-    """Run the command and return its output."""
-    code, printed, errors = call("inspect batch", *arguments)
-    assert (code, errors) == (0, "")
-    return printed
-
-
-def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout(tmp_path):
-    settings = settings_of(write_corpora(tmp_path))
-    write_record(settings, tmp_path / "settings.yaml")
-    cursor = asdict(rebuild_batch(settings, 4, checkpoint=None).batch.cursor_after)
-    write_checkpoint(tmp_path / "run", settings, iteration=4, cursor=cursor)
-    config = ("--config", tmp_path / "settings.yaml", "--iteration", 6, "--rows", 8)
-    layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
-    printed = show("--load", tmp_path / "run", *config[2:])
-    assert printed == show(*config) == show(*config, "--load", tmp_path / "run") == show(*config, *layout)
-    assert printed != show("--load", tmp_path / "run", *config[2:], "--seed", 1)

@@ -99,10 +99,13 @@ def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
     assert actual == expected
 
 
-@pytest.mark.parametrize("masking", [PAPER, BERT])
-def test_a_packed_batch_has_documents_then_padding_and_masks_no_special_token(corpus, masking):
-    specials = torch.tensor(IDS.special)
-    for batch in micro_batches(stream_of(corpus, micro_batch_size=4, **masking), 30):
+CONCATENATED = {"batch_layout": "concatenated", "long_documents": "chunk"}
+
+
+@pytest.mark.parametrize("settings", [PAPER, BERT, CONCATENATED], ids=["paper", "bert", "concatenated"])
+def test_a_batch_has_documents_then_padding_in_dummies_and_masks_no_special_token(corpus, settings):
+    """For attention, a concatenated sequence is one document."""
+    for batch in micro_batches(stream_of(corpus, micro_batch_size=4, **settings), 40):
         bounds = batch.cu_seqlens_n
         assert (batch.tokens_t.dtype, bounds.dtype) == (torch.int64, torch.int32)
         assert (batch.labels_m.dtype, batch.masked_positions_m.dtype) == (torch.int64, torch.int64)
@@ -114,10 +117,12 @@ def test_a_packed_batch_has_documents_then_padding_and_masks_no_special_token(co
         assert batch.real_tokens in bounds
         assert (batch.tokens_t[batch.real_tokens :] == IDS.pad).all()
         assert (batch.masked_positions_m < batch.real_tokens).all()
-        assert not torch.isin(batch.labels_m, specials).any()
-        starts = bounds[bounds < batch.real_tokens]
-        assert (batch.tokens_t[starts] == IDS.cls).all()
-        assert not torch.isin(batch.masked_positions_m, starts).any()
+        assert not torch.isin(batch.labels_m, torch.tensor(IDS.special)).any()
+        if settings is CONCATENATED:
+            assert batch.real_tokens == bounds[4]  # after four packed sequences, only padding follows
+            assert len(bounds) == 5 + (batch.real_tokens < 256)
+        else:
+            assert (batch.tokens_t[bounds[bounds < batch.real_tokens]] == IDS.cls).all()
 
 
 @pytest.mark.parametrize("layout", ["packed", "concatenated"])
@@ -196,16 +201,3 @@ def test_a_concatenated_window_has_every_document_once_between_one_cls_and_one_s
     sizes = np.add.reduceat(segments.packed_lengths_n, packed.offsets[:-1])
     assert sorted(sizes.tolist())[1:] == [64] * (len(packed) - 1)
     assert len(packed) == -(-int(segments.packed_lengths_n.sum()) // 64)
-
-
-def test_each_concatenated_sequence_is_one_document_for_attention_and_padding_is_a_dummy(corpus):
-    for batch in micro_batches(
-        stream_of(corpus, batch_layout="concatenated", long_documents="chunk", micro_batch_size=4), 40
-    ):
-        bounds = batch.cu_seqlens_n.tolist()
-        assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
-        lengths = np.diff(bounds)
-        assert 1 <= lengths.min() <= lengths.max() <= 64
-        assert batch.real_tokens == bounds[4]  # after four packed sequences, only padding follows
-        assert (batch.tokens_t[batch.real_tokens :] == IDS.pad).all()
-        assert len(bounds) == 5 + (batch.real_tokens < 256)
