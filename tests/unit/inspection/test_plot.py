@@ -9,23 +9,12 @@ from commands import call
 from megatron_neobert.inspection.plot import read_run, series
 
 
+def line(iteration, **values):
+    return json.dumps({"iteration": iteration, "cursor": {"sequence": 1}, "time": "2030-01-01", **values}) + "\n"
+
+
 def interval(iteration, loss=2.0, **more):
-    values = {"loss": loss, "lr": 1e-3, "consumed_tokens": 1000 * iteration, **more}
-    return (
-        json.dumps({"iteration": iteration, "cursor": {"sequence": iteration}, "time": "2030-01-01", **values}) + "\n"
-    )
-
-
-def validation(iteration, loss=3.0):
-    return json.dumps({"iteration": iteration, "cursor": {}, "validation_loss": loss}) + "\n"
-
-
-def skip(iteration, count):
-    return json.dumps({"iteration": iteration, "cursor": {}, "skipped_iterations": count}) + "\n"
-
-
-def start(iteration):
-    return json.dumps({"iteration": iteration, "start": True, "time": "2030-01-01"}) + "\n"
+    return line(iteration, loss=loss, lr=1e-3, consumed_tokens=1000 * iteration, **more)
 
 
 def read(tmp_path, *lines):
@@ -34,7 +23,7 @@ def read(tmp_path, *lines):
 
 
 def test_lines_of_one_iteration_are_merged(tmp_path):
-    run = read(tmp_path, interval(10), skip(20, 1), interval(20, skipped_iterations=1), validation(20))
+    run = read(tmp_path, interval(10), line(20, skipped_iterations=1), interval(20), line(20, validation_loss=3.0))
     assert list(run.values) == [10, 20]
     assert run.values[20] == {
         "loss": 2.0, "lr": 1e-3, "consumed_tokens": 20000, "skipped_iterations": 1, "validation_loss": 3.0
@@ -43,8 +32,8 @@ def test_lines_of_one_iteration_are_merged(tmp_path):
 
 
 def test_a_run_that_went_back_in_place_shows_nothing_of_the_abandoned_iterations(tmp_path):
-    before = [start(0), interval(10, 5.0), interval(20, 4.0), validation(20), interval(25), interval(30, 3.0)]
-    run = read(tmp_path, *before, interval(20)[:-30] + start(10), interval(20, 4.5))
+    before = [line(0, start=True), interval(10, 5.0), interval(20, validation_loss=3.0), interval(30, 3.0)]
+    run = read(tmp_path, *before, interval(20)[:-30] + line(10, start=True), interval(20, 4.5))
     assert run.values.keys() == {10, 20}
     assert series(run, "loss") == ([10, 20], [5.0, 4.5])
     assert series(run, "validation_loss") == ([], [])
@@ -58,7 +47,7 @@ def test_a_line_that_is_being_written_or_was_cut_is_dropped_and_the_rest_is_read
 
 
 @pytest.mark.parametrize(
-    "line",
+    "written",
     [
         "[" * 100_000,
         '{"iteration": ' + "9" * 5000 + ', "loss": 1}',
@@ -67,8 +56,8 @@ def test_a_line_that_is_being_written_or_was_cut_is_dropped_and_the_rest_is_read
         "\0",
     ],
 )
-def test_a_line_that_no_run_writes_is_dropped(tmp_path, line):
-    assert list(read(tmp_path, interval(10), line + "\n", interval(30)).values) == [10, 30]
+def test_a_line_that_no_run_writes_is_dropped(tmp_path, written):
+    assert list(read(tmp_path, interval(10), written + "\n", interval(30)).values) == [10, 30]
 
 
 def test_only_finite_numbers_are_values(tmp_path):
@@ -78,12 +67,12 @@ def test_only_finite_numbers_are_values(tmp_path):
 
 @pytest.mark.parametrize("name", ["a\ud800b", "\x1b[31mred", '=HYPERLINK("http://x")', "a b", "x" * 65, "", "\u5b9f"])
 def test_only_words_are_names_of_metrics(tmp_path, name):
-    line = json.dumps({"iteration": 20, name: 1.0, "good_1": 2.0, "x" * 64: 3.0}) + "\n"
-    assert read(tmp_path, interval(10), line).values[20] == {"good_1": 2.0, "x" * 64: 3.0}
+    values = {name: 1.0, "good_1": 2.0, "x" * 64: 3.0}
+    assert read(tmp_path, interval(10), line(20, **values)).values[20] == {"good_1": 2.0, "x" * 64: 3.0}
 
 
 def test_an_interval_without_a_loss_is_a_gap_in_the_curve(tmp_path):
-    skipped = json.dumps({"iteration": 20, "lr": 1e-3, "consumed_tokens": 20000}) + "\n"
+    skipped = line(20, lr=1e-3, consumed_tokens=20000)
     iterations, losses = series(read(tmp_path, interval(10), skipped, interval(30)), "loss")
     assert iterations == [10, 20, 30] and math.isnan(losses[1])
 
@@ -115,7 +104,7 @@ def test_legend_names_validation_only_if_a_run_has_one_and_the_figure_is_in_the_
     names = []
     monkeypatch.setattr("megatron_neobert.evaluation.plots.add_legend", lambda *items, **_: names.append(items[2]))
     assert call("plot", "a")[0] == 0
-    (folder / "a" / "metrics.jsonl").write_text(interval(10) + validation(10))
+    (folder / "a" / "metrics.jsonl").write_text(interval(10) + line(10, validation_loss=3.0))
     assert call("plot", "a", "b")[1].endswith("wrote curves.png\n")
     assert call("plot", "a", "--metrics", "lr")[0] == 0
     assert names == [["a"], ["a", "b", "validation"], ["a"]]

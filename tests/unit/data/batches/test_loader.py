@@ -52,6 +52,14 @@ def load(request):
     return lambda stream, *, num_workers: build_dali_loader(stream, num_workers=num_workers, device=CPU)
 
 
+def start(load, stream, *, num_workers=1):
+    """Load one step, and return the iterator of steps, this step, and the worker processes."""
+    before = multiprocessing.active_children()
+    steps = iter(load(stream, num_workers=num_workers))
+    first = next(steps)
+    return steps, first, set(multiprocessing.active_children()) - set(before)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_steps_equal_those_of_the_stream_and_stay_valid_while_more_are_loaded(load, stream, num_workers):
     expected = contents(islice(stream.rank_batches(), 25))
@@ -110,12 +118,9 @@ def test_batches_from_workers_hold_no_file_descriptors(stream):
 @pytest.mark.parametrize("stop_signal", ["TERM", "INT", "USR1", "USR2"])
 def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(stream, stop_signal):
     """The trainer needs its workers until it has finished its step and saved; only the trainer may end them."""
-    before = multiprocessing.active_children()
-    steps = build_loader(stream, num_workers=1)
-    loaded = [next(steps)]
-    (worker,) = set(multiprocessing.active_children()) - set(before)
+    steps, first, (worker,) = start(build_loader, stream)
     subprocess.run(["kill", f"-{stop_signal}", str(worker.pid)], check=True)
-    loaded += list(islice(steps, 9))
+    loaded = [first, *islice(steps, 9)]
     assert worker.is_alive()
     assert contents(loaded) == contents(islice(stream.rank_batches(), 10))
     worker.terminate()  # as DataLoader ends a worker that does not answer
@@ -127,10 +132,7 @@ def test_workers_of_a_loader_that_is_not_needed_any_more_end_by_themselves(load,
     """DataLoader terminates a worker that has not ended within five seconds."""
     terminated = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", terminated.append)
-    before = multiprocessing.active_children()
-    steps = iter(load(stream, num_workers=2))
-    next(steps)
-    workers = set(multiprocessing.active_children()) - set(before)
+    steps, _, workers = start(load, stream, num_workers=2)
     del steps
     gc.collect()
     assert len(workers) == 2
@@ -140,10 +142,7 @@ def test_workers_of_a_loader_that_is_not_needed_any_more_end_by_themselves(load,
 
 @pytest.mark.parametrize("moment", ["waiting for a batch", "computing"])
 def test_the_error_after_a_killed_worker_has_the_reason_and_a_remedy(load, stream, moment):
-    before = multiprocessing.active_children()
-    steps = iter(load(stream, num_workers=1))
-    next(steps)
-    (worker,) = set(multiprocessing.active_children()) - set(before)
+    steps, _, (worker,) = start(load, stream)
     message = r"was killed or crashed \(RuntimeError: DataLoader worker .*lower --num-workers"
     with pytest.raises(WorkerError, match=message), named_worker_deaths():
         worker.kill()
@@ -157,9 +156,8 @@ def test_workers_end_when_their_trainer_is_killed(stream):
     pids, to_test = multiprocessing.Pipe(duplex=False)
 
     def train() -> None:
-        steps = build_loader(stream, num_workers=2)
-        next(steps)
-        to_test.send([worker.pid for worker in multiprocessing.active_children()])
+        started = start(build_loader, stream, num_workers=2)
+        to_test.send([worker.pid for worker in started[2]])
         time.sleep(60)
 
     trainer = multiprocessing.get_context("fork").Process(target=train)

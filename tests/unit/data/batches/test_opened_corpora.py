@@ -26,8 +26,9 @@ def prefix(place, name="run"):
     return str(place.folder / "out" / f"{name}_content_document")
 
 
-def settings(place, *data_path, **changes):
-    return DataConfig(**{"data_path": data_path or (prefix(place),), "tokenizer_model": str(place.vocab), **changes})
+def opened(place, *data_path, **changes):
+    paths = {"data_path": data_path or (prefix(place),), "tokenizer_model": str(place.vocab)}
+    return open_corpora(DataConfig(**paths, **changes))
 
 
 def numbers(source):
@@ -36,7 +37,7 @@ def numbers(source):
 
 def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_training(place):
     held_out = place.corpus("held_out")
-    inputs = open_corpora(settings(place, valid_data_path=(str(held_out.prefix),), split="3,1"))
+    inputs = opened(place, valid_data_path=(str(held_out.prefix),), split="3,1")
     (training,), (validation,) = inputs.training, inputs.validation["held_out_content_document"]
     assert numbers(training) == list(range(160))
     assert numbers(validation) == list(range(40))
@@ -45,7 +46,7 @@ def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_trainin
 
 def test_validation_curves_are_named_after_their_corpus_and_conditions_or_numbered(place):
     held_out = place.corpus("held_out")
-    inputs = open_corpora(settings(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100")))
+    inputs = opened(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100"))
     assert list(inputs.validation) == [f"held_out_content_document{end}" for end in ("", "_min_100")]
     lengths = held_out.lengths_of(np.arange(len(held_out)))
     counts = [len(source.documents) for (source,) in inputs.validation.values()]
@@ -60,17 +61,15 @@ def test_a_corpus_of_another_tokenizer_is_refused(place):
     other.add_texts("a.jsonl", "hello")
     other.run()
     with pytest.raises(DataError, match="was written with tokenizer"):
-        open_corpora(settings(place, valid_data_path=(str(other.corpus().prefix),)))
+        opened(place, valid_data_path=(str(other.corpus().prefix),))
     with pytest.raises(DataError, match="was written with tokenizer"):
-        open_corpora(settings(place, "1", prefix(place), "1", str(other.corpus().prefix)))
+        opened(place, "1", prefix(place), "1", str(other.corpus().prefix))
 
 
 def test_a_blend_splits_every_component_alike_and_then_chooses_by_length(place):
     """As in the paper's second stage: a corpus, and its longer documents in two further components."""
     path = prefix(place)
-    inputs = open_corpora(
-        settings(place, "0.2", path, "0.4", f"{path}:min=100", "0.4", f"{path}:min=130:max=180", split="3,1")
-    )
+    inputs = opened(place, "0.2", path, "0.4", f"{path}:min=100", "0.4", f"{path}:min=130:max=180", split="3,1")
     corpus = inputs.training[0].corpus
     lengths = corpus.lengths_of(np.arange(len(corpus)))
     held_out = range(2, len(corpus), 4)
@@ -92,7 +91,7 @@ def test_the_identity_of_a_blend_depends_on_contents_weights_and_limits_but_not_
     place.run("copy", inputs=(str(place.inputs / "run.jsonl"),))
 
     def identity(*data_path):
-        return open_corpora(settings(place, *data_path, split="1")).sha256
+        return opened(place, *data_path, split="1").sha256
 
     blend = identity("0.2", path, "0.8", f"{path}:min=50")
     assert blend == identity("1", copy, "4", f"{path}:min=50")
@@ -112,7 +111,7 @@ def test_an_expression_is_part_of_the_identity_by_the_documents_it_chooses(place
     corpus = place.corpus()
     write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
     whole, chosen, chosen_alike, fewer = (
-        open_corpora(settings(place, f"{prefix(place)}{end}", split="1")).sha256
+        opened(place, f"{prefix(place)}{end}", split="1").sha256
         for end in ("", ":where=score>=3", ":where=not score<3", ":where=score>=4")
     )
     assert chosen == chosen_alike and len({whole, chosen, fewer}) == 3
@@ -129,8 +128,8 @@ def drop(place, *numbers, name="list"):
 def test_a_drop_list_is_part_of_the_identity_by_its_content_and_not_by_its_path(place):
     lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
     paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
-    inputs = {name: open_corpora(settings(place, path, split="1")) for name, path in paths.items()}
-    hashes = {name: opened.sha256 for name, opened in inputs.items()}
+    inputs = {name: opened(place, path, split="1") for name, path in paths.items()}
+    hashes = {name: corpora.sha256 for name, corpora in inputs.items()}
     assert numbers(inputs["some"].training[0]) == [n for n in range(len(place.corpus())) if n not in (1, 2)]
     assert hashes.pop("moved") == hashes["some"]
     assert len(set(hashes.values())) == 4
@@ -140,11 +139,11 @@ def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus
     everything = drop(place, *range(len(place.corpus())))
     count = len(place.corpus())
     with pytest.raises(DataError, match=rf"drop=.*/list: none of the {count:,} documents for training is chosen"):
-        open_corpora(settings(place, everything, split="1"))
+        opened(place, everything, split="1")
     other = place.corpus("held_out").prefix
     with pytest.raises(
         DataError, match=r"drop list .*list is for .*/run_content_document \(.* but .*held_out_content_document is"
     ):
-        open_corpora(settings(place, f"{other}:drop={place.folder / 'list'}", split="1"))
+        opened(place, f"{other}:drop={place.folder / 'list'}", split="1")
     with pytest.raises(MissingInputError, match="drop list nowhere: no such file"):
-        open_corpora(settings(place, f"{other}:drop=nowhere", split="1"))
+        opened(place, f"{other}:drop=nowhere", split="1")
