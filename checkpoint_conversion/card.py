@@ -25,10 +25,14 @@ def write_model_card(folder: Path) -> None:
     config, tokenizer = read_object(folder / "config.json"), read_object(folder / "tokenizer_config.json")
     report = read_object(folder / REPORT)
     is_pooled = (folder / "modules.json").is_file()
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            parameters += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     variables = {
         "layout": config["model_type"],
         "config": config,
-        "parameters": count_parameters(folder),
+        "parameters": parameters,
         "masked_text": json.dumps(f"Paris is the {tokenizer['mask_token']} of France.", ensure_ascii=False),
         "lowercase": tokenizer.get("do_lower_case") is True,
         "sentence_transformers": is_pooled,
@@ -44,12 +48,3 @@ def write_model_card(folder: Path) -> None:
     )
     card = ModelCard.from_template(data, template_path=str(_TEMPLATE), model_id=MODEL_ID, **variables)
     (folder / CARD).write_text(str(card), encoding="utf-8")
-
-
-def count_parameters(folder: Path) -> int:
-    """Return the number of parameters in the *.safetensors of `folder`, without subfolders. Only headers are read."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="numpy") as file:
-            total += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total

@@ -134,20 +134,29 @@ def refuse_other_layers(model: ModelConfig, source: str) -> None:
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
     """Verify and read the checkpoint of `iteration` in a --save folder, or the newest if it is None.
 
-    Raises ConversionError if the layers are not NeoBERT's, or their number is not the number in the settings.
+    A weight that is stored in less than fp32 is replaced by its fp32 copy in the optimizer's state, if there is one.
+    Raises ConversionError if the layers are not NeoBERT's, or their number is not the number in the settings, and
+    CheckpointError if there are no weights.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
     refuse_other_layers(settings.model, str(folder))
-    tensors = _read_tensors(folder)
-    numbers = {name.split(".")[2] for name in tensors if name.startswith("decoder.layers.")}
+    stored = StoredTensors(folder)
+    names = [name for name in stored.shapes if not name.startswith("optimizer.")]
+    if not names:
+        raise CheckpointError(f"{folder} has no weights; use another checkpoint.")
+    numbers = {name.split(".")[2] for name in names if name.startswith("decoder.layers.")}
     # Checked before tables are expanded, because settings.yaml can ask for any number of layers.
     if len(numbers) != settings.model.num_layers:
         raise ConversionError(
             f"{folder} has tensors of {len(numbers)} layers, but settings.yaml has --num-layers "
             f"{settings.model.num_layers}. Use another checkpoint, or restore the file that was changed."
         )
+    tensors = {
+        name: stored.read_whole(name if stored.dtypes[name] is torch.float32 else stored.main_name(name))
+        for name in names
+    }
     return MegatronCheckpoint(
         folder=folder,
         settings=settings,
@@ -183,22 +192,6 @@ def write_checkpoint(
     write_manifest(temporary, {})
     publish(temporary, final)
     return final
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the model's weights, each joined from the files of all ranks, under their names in the checkpoint.
-
-    A weight that is stored in less than fp32 is replaced by its fp32 copy in the optimizer's state, if there is one.
-    Raise CheckpointError if there are no weights.
-    """
-    stored = StoredTensors(folder)
-    names = [name for name in stored.shapes if not name.startswith("optimizer.")]
-    if not names:
-        raise CheckpointError(f"{folder} has no weights; use another checkpoint.")
-    return {
-        name: stored.read_whole(name if stored.dtypes[name] is torch.float32 else stored.main_name(name))
-        for name in names
-    }
 
 
 def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:

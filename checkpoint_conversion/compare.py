@@ -29,7 +29,7 @@ from transformers import EuroBertForMaskedLM
 
 from checkpoint_conversion.checkpoint import COMPARED_SETTINGS, MegatronCheckpoint
 from checkpoint_conversion.config_json import read_model_config
-from checkpoint_conversion.mapping import TABLES, ModelShape, to_internal, without_padding
+from checkpoint_conversion.mapping import NEOBERT, STRIP_PADDING, TABLES, ModelShape, to_internal
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.models import load_model
@@ -238,8 +238,11 @@ def checkpoint_model(
     reference, settings = checkpoint.build_reference(dtype), checkpoint.settings.model
 
     def weights() -> dict[str, Tensor]:
-        stripped = without_padding(checkpoint.tensors, checkpoint.shape)
-        return {name: tensor.to(dtype) for name, tensor in stripped.items()}
+        padded = {entry.internal for entry in NEOBERT if entry.rule is STRIP_PADDING}
+        rows = checkpoint.tokenizer.vocab_size
+        return {
+            name: (tensor[:rows] if name in padded else tensor).to(dtype) for name, tensor in checkpoint.tensors.items()
+        }
 
     return LogitModel(
         description=description,

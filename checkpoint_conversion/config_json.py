@@ -7,7 +7,6 @@ are refused with the reason.
 Source: transformers >= 5.3 models/eurobert; chandar-lab/NeoBERT on the Hub, config.json and model.py.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,26 +60,14 @@ class FolderConfig(NamedTuple):
 # --- writing
 
 
-@dataclass(frozen=True)
-class FolderSpec:
-    """Model, tokenizer and dtype of a folder to write."""
-
-    shape: ModelShape
-    tokenizer: Tokenizer
-    dtype: torch.dtype = torch.float32
-    model_max_length: int | None = None  # tokens at which the tokenizer truncates; None: max_position_embeddings
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-
-def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
+def build_config(
+    layout: str, shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Return the content of config.json for a layout in mapping.TABLES. `neobert` has the published NeoBERT's keys.
 
     Raises ConversionError if the layout is neobert, and the feed-forward width is not a multiple of 8.
     """
-    model, tokenizer, is_neobert = spec.shape.model, spec.tokenizer, layout == "neobert"
+    model, is_neobert, dtype_name = shape.model, layout == "neobert", str(dtype).removeprefix("torch.")
     if is_neobert and model.ffn_width % 8:
         raise ConversionError(
             f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, which the neobert layout requires; use "
@@ -101,7 +88,7 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
         "classifier_init_range": _INIT_RANGE,
         "cls_token_id": tokenizer.cls_id,
         "sep_token_id": tokenizer.sep_id,
-        "torch_dtype": spec.dtype_name,
+        "torch_dtype": dtype_name,
     }
     eurobert = {
         "architectures": ["EuroBertForMaskedLM"],
@@ -116,11 +103,11 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "mlp_bias": True,  # without it EuroBERT's decoder has no bias
         "classifier_pooling": "bos",
-        "dtype": spec.dtype_name,
+        "dtype": dtype_name,
     }
     return {
         "model_type": layout,
-        "vocab_size": spec.shape.vocab_size,
+        "vocab_size": shape.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,

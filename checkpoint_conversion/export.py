@@ -17,17 +17,16 @@ from torch import Tensor
 import megatron_neobert
 from checkpoint_conversion.card import REPORT, write_model_card
 from checkpoint_conversion.checkpoint import COMPARED_SETTINGS, MegatronCheckpoint
-from checkpoint_conversion.config_json import FolderSpec, build_config
-from checkpoint_conversion.mapping import TABLES, to_published
+from checkpoint_conversion.config_json import build_config
+from checkpoint_conversion.mapping import TABLES, ModelShape, to_published
 from megatron_neobert.config.phases import phase_at
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.huggingface.folder_files import write_config, write_json, write_module_files
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 from megatron_neobert.runtime.folder_kinds import MANIFEST
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
     from checkpoint_conversion.compare import Checks
-
-_SECTIONS = ("model", "data", "optimizer", "training")  # sections of the settings in the report
 
 
 def export(
@@ -50,16 +49,16 @@ def export(
         Differences of the logits from the checkpoint's in plain PyTorch, by input; empty if not `verified`.
     """
     torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
-    spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, torch_dtype, model_max_length=length)
     checks: Checks = {}
     with build_folder(output) as folder:
-        write_folder(folder, layout, spec, checkpoint.tensors)
+        source = (checkpoint.shape, checkpoint.tokenizer, checkpoint.tensors)
+        write_folder(folder, layout, *source, dtype=torch_dtype, model_max_length=length)
         if verified:
             from checkpoint_conversion.compare import checkpoint_model, load_logit_model, verify
 
             load = partial(load_logit_model, folder)
-            source = checkpoint_model(checkpoint, torch_dtype)
-            checks = verify(source, load, stored=torch_dtype, name="the exported model")
+            reference = checkpoint_model(checkpoint, torch_dtype)
+            checks = verify(reference, load, stored=torch_dtype, name="the exported model")
         if sentence_transformers:
             width = checkpoint.settings.model.hidden_size
             # Over all tokens without padding, [CLS] and [SEP] included.
@@ -73,20 +72,29 @@ def export(
 # --- files
 
 
-def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str, Tensor]) -> None:
+def write_folder(
+    folder: Path,
+    layout: str,
+    shape: ModelShape,
+    tokenizer: Tokenizer,
+    tensors: dict[str, Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    model_max_length: int,
+) -> None:
     """Write config.json, weights, tokenizer files and the layout's additional files into an empty folder.
 
     Args:
         layout: A name in mapping.TABLES.
-        tensors: Weights under the internal names of mapping.py. They are rounded to the dtype of `spec`.
+        tensors: Weights under the internal names of mapping.py. They are rounded to `dtype`.
+        model_max_length: Tokens at which the tokenizer truncates.
     """
-    config = {**build_config(layout, spec), "transformers_version": version("transformers")}
-    rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}
-    weights = to_published(rounded, spec.shape, TABLES[layout])
+    config = {**build_config(layout, shape, tokenizer, dtype), "transformers_version": version("transformers")}
+    rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    weights = to_published(rounded, shape, TABLES[layout])
     write_config(folder, config)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    longest = spec.model_max_length or spec.shape.model.max_position_embeddings
-    spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
+    tokenizer.save_tokenizer_files(folder, model_max_length=model_max_length)
     # safetensors creates files that only their owner can read; give them the mode of the other files.
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)
@@ -101,7 +109,7 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
     settings: dict[str, dict[str, Any]] = {}
     if checkpoint.iteration:  # at iteration 0 the weights were converted, not trained
         phase = phase_at(checkpoint.settings, checkpoint.iteration)
-        for name in _SECTIONS:
+        for name in ("model", "data", "optimizer", "training"):
             section = getattr(phase.settings, name)
             public = [item.name for item in fields(section) if "is_path" not in item.metadata]
             settings[name] = {key: getattr(section, key) for key in public}

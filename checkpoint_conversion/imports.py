@@ -9,7 +9,6 @@ nothing is allocated for a size that only a header states. Pickled weights are r
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -192,46 +191,33 @@ def map_weights(folder: Path) -> dict[str, Tensor]:
     """Memory-map the tensors of model.safetensors, or of the files in its index.
 
     Raises:
-        MissingInputError: There are no weights.
-        ConversionError: The weights are pickled, or there are both a file and an index.
+        MissingInputError: There are no weights, or a file of the index is missing.
+        ConversionError: The weights are pickled or damaged, there are both a file and an index, or the index lists
+            other tensors than its files have.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConversionError(f"{folder} has both {WEIGHTS} and {INDEX}; remove the file of another model.")
-    if single.is_file():
-        return map_file(single)
-    if index.is_file():
-        return map_shards(folder, read_weight_map(index))
+    if single.is_file() or index.is_file():
+        weight_map = read_weight_map(index) if index.is_file() else {}
+        tensors: dict[str, Tensor] = {}
+        for file in [WEIGHTS] if single.is_file() else sorted(set(weight_map.values())):
+            if not (folder / file).is_file():
+                raise MissingInputError(f"{folder / file}: no such file, but {INDEX} lists it; fetch the folder again.")
+            try:
+                tensors |= load_file(folder / file)
+            except SafetensorError as error:
+                raise ConversionError(
+                    f"{folder / file}: not a safetensors file ({error!s:.200}); fetch it again."
+                ) from error
+        if weight_map and (differing := sorted(tensors.keys() ^ weight_map.keys())):
+            raise ConversionError(
+                f"{folder}: {quote_names(differing)} is only in {INDEX} or only in its files. Fetch the folder again."
+            )
+        return tensors
     if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConversionError(
             f"{folder}: the weights are pickled ({quote(pickles[0])}), and a pickle can run code. Load them with "
             f"torch.load(..., weights_only=True), and save the state dict as {WEIGHTS} with safetensors."
         )
     raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder with weights.")
-
-
-def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    """Memory-map the tensors of all files in an index. `weight_map` is its {tensor name: file name}.
-
-    Raises:
-        MissingInputError: A file is missing.
-        ConversionError: The tensors of the files are not those in the index.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(weight_map.values())):
-        if not (folder / file).is_file():
-            raise MissingInputError(f"{folder / file}: no such file, but {INDEX} lists it; fetch the folder again.")
-        tensors |= map_file(folder / file)
-    if differing := sorted(tensors.keys() ^ weight_map.keys()):
-        raise ConversionError(
-            f"{folder}: {quote_names(differing)} is only in {INDEX} or only in its files. Fetch the folder again."
-        )
-    return tensors
-
-
-def map_file(file: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of one safetensors file. Raise ConversionError if the file is damaged."""
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ConversionError(f"{file}: not a safetensors file ({error!s:.200}); fetch it again.") from error

@@ -112,11 +112,6 @@ class Entry:
         """Names of published biases that NeoBERT does not have: vectors of zeros, one value per row of a matrix."""
         return tuple(name.replace("weight", "bias") for name in self.published if self.has_zero_biases)
 
-    def for_layer(self, layer: int) -> "Entry":
-        """Return this entry with the number of a layer in place of `{i}`."""
-        internal, *published = (name.replace("{i}", str(layer)) for name in (self.internal, *self.published))
-        return replace(self, internal=internal, published=tuple(published))
-
 
 Table = tuple[Entry, ...]
 
@@ -218,14 +213,10 @@ def expand_table(table: Table, num_layers: int) -> list[Entry]:
     """Return the entries of a table, with one entry per layer in place of each entry with `{i}`."""
     expanded: list[Entry] = []
     for entry in table:
-        expanded += [entry.for_layer(layer) for layer in range(num_layers)] if "{i}" in entry.internal else [entry]
+        for layer in range(num_layers) if "{i}" in entry.internal else [0]:
+            internal, *published = (name.replace("{i}", str(layer)) for name in (entry.internal, *entry.published))
+            expanded.append(replace(entry, internal=internal, published=tuple(published)))
     return expanded
-
-
-def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Return internal weights without the rows that pad the vocabulary, as views."""
-    padded = {entry.internal for entry in NEOBERT if entry.rule is STRIP_PADDING}
-    return {name: tensor[: shape.vocab_size] if name in padded else tensor for name, tensor in internal.items()}
 
 
 def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,6 @@ from checkpoint_conversion.compare import (
     draw_large_weights,
     load_logit_model,
 )
-from checkpoint_conversion.config_json import FolderSpec
 from checkpoint_conversion.export import write_folder
 from checkpoint_conversion.mapping import COPY, NEOBERT, PAIR_ADJACENT, TABLES, to_internal
 from megatron_neobert.config.schema import Settings
@@ -157,7 +156,12 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str,
     def compare(
         kernel_settings: Settings, weights: Mapping[str, Tensor], *, is_causal: bool = False, against: bool = False
     ) -> StepGap:
-        loss, gradients = run_step(kernel_settings, weights, sequence, vocab_size, is_causal=is_causal)
+        with megatron_model(kernel_settings, weights, vocab_size) as (model, device), torch.enable_grad():
+            inputs = (value.to(device) if isinstance(value, torch.Tensor) else value for value in sequence)
+            losses_m, _ = model(*inputs, is_causal=is_causal)
+            losses_m.sum().backward()
+            gradients = {stored_name(name): weight.grad.float().cpu() for name, weight in model.named_parameters()}
+            loss = float(losses_m.detach().double().sum())
         expected_loss, expected_gradients = expected[against]
         angles = {
             name: 1 - torch.cosine_similarity(gradients[name].flatten(), gradient.flatten(), dim=0, eps=0).item()
@@ -178,28 +182,6 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str,
     exact = STEP_TOLERANCES["float32"]
     yield f"{CONTROL}rotary pairs not permuted", compare(settings, wrong), exact
     yield f"{CONTROL}not causal", compare(settings, tensors, against=True), exact
-
-
-def run_step(
-    settings: Settings,
-    tensors: Mapping[str, Tensor],
-    sequence: tuple[Any, ...],
-    vocab_size: int,
-    *,
-    is_causal: bool = False,
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the summed loss of a packed sequence in nats, and the gradients by internal name in fp32 on the CPU.
-
-    Args:
-        tensors: Weights of the Megatron model, under internal names.
-        sequence: Arguments of the model: tokens, document starts, longest length, masked positions, their labels.
-    """
-    with megatron_model(settings, tensors, vocab_size) as (model, device), torch.enable_grad():
-        arguments = (value.to(device) if isinstance(value, torch.Tensor) else value for value in sequence)
-        losses_m, _ = model(*arguments, is_causal=is_causal)
-        losses_m.sum().backward()
-        gradients = {stored_name(name): weight.grad.float().cpu() for name, weight in model.named_parameters()}
-        return float(losses_m.detach().double().sum()), gradients
 
 
 @contextmanager
@@ -225,7 +207,7 @@ def exported(settings: Settings, tensors: dict[str, Tensor], vocab_size: int, la
         vocabulary, target = Path(temporary) / "vocab.txt", Path(temporary) / "model"
         words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]
         vocabulary.write_text("".join(f"{word}\n" for word in (*SPECIAL, *words)), encoding="utf-8")
-        spec = FolderSpec(model_shape(settings, vocab_size=vocab_size), load_tokenizer(vocabulary))
+        shape, longest = model_shape(settings, vocab_size=vocab_size), settings.model.max_position_embeddings
         target.mkdir()
-        write_folder(target, layout, spec, tensors)
+        write_folder(target, layout, shape, load_tokenizer(vocabulary), tensors, model_max_length=longest)
         yield target

@@ -19,7 +19,7 @@ from unit.huggingface.tiny_neobert import FlashKernel
 
 from checkpoint_conversion.checkpoint import model_shape
 from checkpoint_conversion.compare import Checks
-from checkpoint_conversion.config_json import FolderSpec, build_config
+from checkpoint_conversion.config_json import build_config
 from megatron_neobert.config.schema import CheckpointConfig, DataConfig, PhaseChange, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError
@@ -130,7 +130,7 @@ def test_neobert_config_has_the_published_fields(bert_vocabulary: Path):
     published = read_json(PUBLISHED / "config.json")
     bert = load_tokenizer(bert_vocabulary)
     shape = model_shape(Settings(), vocab_size=bert.vocab_size)
-    config = build_config("neobert", FolderSpec(shape, bert))
+    config = build_config("neobert", shape, bert)
     expected = {name: value for name, value in published.items() if name not in NOT_SETTINGS}
     assert {name: config.get(name) for name in expected} == expected
     assert config["max_position_embeddings"] == published["max_length"]
@@ -141,7 +141,7 @@ def test_neobert_config_has_the_published_fields(bert_vocabulary: Path):
 def test_feed_forward_width_that_the_neobert_layout_cannot_express_is_refused(saved: SavedModel):
     shape = replace(SHAPE, model=replace(MODEL, ffn_hidden_size=44))
     with pytest.raises(ConversionError, match="--ffn-hidden-size 44 is not a multiple of 8"):
-        build_config("neobert", FolderSpec(shape, load_tokenizer(saved.vocabulary)))
+        build_config("neobert", shape, load_tokenizer(saved.vocabulary))
 
 
 TEXTS = ["the cat sat on a mat .", "a mat"]
