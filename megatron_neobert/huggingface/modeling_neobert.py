@@ -222,18 +222,14 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 class NeoBERT(NeoBERTPreTrainedModel):
     """Encoder without a head. `encoder` is the token embedding, as in the published model."""
 
+    _input_embed_layer = "encoder"
+
     def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
-        self.encoder: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.encoder = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.transformer_encoder = nn.ModuleList(EncoderBlock(config, i) for i in range(config.num_hidden_layers))
         self.layer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.encoder = value
 
     def forward(  # type: ignore[override]
         self,
