@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from torch import Tensor, nn
+from torch import nn
 
 # Sharding of each weight under tensor parallelism: the dimension, and the number of blocks that are sharded separately
 # (gate and up projection). None: every rank has the whole weight.
@@ -41,12 +41,19 @@ def initialize_weights(model: Any, *, seed: int | None, init_range: float, vocab
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
+
+    def layer_in_model(match: re.Match[str]) -> str:
+        return str(model.decoder.layers[int(match[0])].layer_number - 1)
+
     for local_name, param in model.named_parameters():
-        name = _global_name(model, local_name)
+        # The layer number in the whole model, from 0, instead of the number in this pipeline stage.
+        name = re.sub(r"(?<=^decoder\.layers\.)\d+", layer_in_model, local_name)
         if "norm" in name:
             nn.init.ones_(param) if name.endswith("weight") else nn.init.zeros_(param)
             continue
-        partition = _partition_of(name, gated=model.config.gated_linear_unit)
+        partition = _PARTITIONS[".".join(name.split(".")[-2:])]
+        if name.endswith("linear_fc1.weight") and not model.config.gated_linear_unit:
+            partition = (0, 1)
         shape = list(param.shape)
         if partition is not None:
             dim, blocks = partition
@@ -55,43 +62,16 @@ def initialize_weights(model: Any, *, seed: int | None, init_range: float, vocab
             if not hasattr(param, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(param, True, dim, blocks)
             shape[dim] *= tp_size
-        if seed is None:
+        if seed is None or name.endswith("bias"):
             nn.init.zeros_(param)
             continue
-        weights = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
+        weights = torch.zeros(shape)
+        is_vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        rows = vocab_size if is_vocabulary else shape[0]
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        weights[:rows].uniform_(-init_range, init_range, generator=generator)
         if partition is not None:
             weights = torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in weights.chunk(blocks, dim)], dim)
         with torch.no_grad():
             param.copy_(weights)
-
-
-def _global_name(model: Any, name: str) -> str:
-    """Return `name` with the layer number in the whole model, from 0, instead of the number in this pipeline stage."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if match is None:
-        return name
-    layer = model.decoder.layers[int(match[1])].layer_number - 1
-    return f"decoder.layers.{layer}.{name[match.end() :]}"
-
-
-def _partition_of(name: str, *, gated: bool) -> tuple[int, int] | None:
-    for suffix, partition in _PARTITIONS.items():
-        if name.endswith(suffix):
-            return (0, 1) if suffix == "linear_fc1.weight" and not gated else partition
-    raise AssertionError(f"{name} is not in _PARTITIONS")
-
-
-def _draw(name: str, shape: list[int], *, seed: int, init_range: float, vocab_size: int) -> Tensor:
-    """Return initial values of a whole matrix or bias, fp32 on CPU. Do not use it for norm weights.
-
-    They are uniform in [-init_range, init_range), and zero in biases and in padding rows of the vocabulary.
-    """
-    weights = torch.zeros(shape)
-    if name.endswith("bias"):
-        return weights
-    is_vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-    rows = vocab_size if is_vocabulary else shape[0]
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    weights[:rows].uniform_(-init_range, init_range, generator=generator)
-    return weights
