@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,14 +238,10 @@ def engine_attention() -> str | None:
 
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
     """Raise ConfigError with all reasons why this machine cannot run the settings. All ranks find the same reasons."""
-    if problems := list(_find_problems(settings, hardware or detect_hardware())):
-        raise ConfigError(problems)
-
-
-def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+    hardware, problems = hardware or detect_hardware(), list[str]()
     compute, backend = settings.compute, settings.compute.attention_backend
     if hardware.foreign_apex is not None:
-        yield (
+        problems.append(
             f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
             "nor amp_C, and Megatron would import it. Run `pip uninstall apex`; NVIDIA's is optional and built from "
             "github.com/NVIDIA/apex."
@@ -257,38 +253,34 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
         engine_problem = f"{hardware.transformer_engine.problem} (pip install 'megatron-neobert[gpu]')"
     # config/rules.py refuses --transformer-impl local together with the other two settings.
     if engine_problem and compute.transformer_impl != "local":
-        for flag, is_set, remedy in (
-            (
-                "--transformer-impl transformer_engine",
-                compute.transformer_impl == "transformer_engine",
-                "use --transformer-impl local",
-            ),
-            (f"--attention-backend {backend}", backend != "auto", "use --attention-backend auto"),
-            (f"--fp8-format {compute.fp8_format}", compute.fp8_format is not None, "leave it out"),
+        for name, default, remedy in (
+            ("transformer_impl", "auto", "use --transformer-impl local"),
+            ("attention_backend", "auto", "use --attention-backend auto"),
+            ("fp8_format", None, "leave it out"),
         ):
-            if is_set:
-                yield f"{flag} needs Transformer Engine: {engine_problem}; {remedy}."
+            if (value := getattr(compute, name)) != default:
+                flag = f"--{name.replace('_', '-')} {value}"
+                problems.append(f"{flag} needs Transformer Engine: {engine_problem}; {remedy}.")
     if backend == "flash" and not engine_problem and hardware.flash_attn.version is None:
-        problem = hardware.flash_attn.problem
-        yield (
+        problems.append(
             "--attention-backend flash needs flash-attn, or from compute capability 9.0 on flash-attn-4 "
-            f"({problem}); install one, or use auto."
+            f"({hardware.flash_attn.problem}); install one, or use auto."
         )
-    if hardware.gpu is None:
-        if compute.cuda_graph_impl == "full_iteration":
-            yield "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl auto."
-        return
+    if hardware.gpu is None and compute.cuda_graph_impl == "full_iteration":
+        problems.append("--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl auto.")
     gpu = f"{hardware.gpu} (compute capability {'.'.join(map(str, hardware.capability))})"
-    if settings.training.bf16 and hardware.capability < (8, 0):
-        yield (
+    if hardware.gpu and settings.training.bf16 and hardware.capability < (8, 0):
+        problems.append(
             f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {gpu}; use --no-bf16."
         )
-    if compute.fp8_format is not None and hardware.transformer_engine.version is not None:
+    if compute.fp8_format is not None and not engine_problem:
         recipe, refusals = compute.fp8_recipe, fp8_refusals()
         if recipe in refusals:
             possible = [name for name in FP8_BLOCK if name not in refusals]
             remedy = f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
-            yield f"--fp8-recipe {recipe} cannot run on {gpu}: {refusals[recipe]} {remedy}"
+            problems.append(f"--fp8-recipe {recipe} cannot run on {gpu}: {refusals[recipe]} {remedy}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,19 +37,15 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: Transformer
         losses_m, correct_m = FusedCrossEntropy.apply(logits_mv, column_m, is_local_m)
         return losses_m.masked_fill(is_filler_m, 0.0), correct_m.masked_fill(is_filler_m, 0.0)
     # Correctness comes first, because the loss overwrites the logits. Fillers count as wrong: no rank has their label.
-    correct_m = _is_likeliest(logits_mv, column_m, is_local_m)
+    with torch.no_grad():
+        label_logits_m = logits_mv.gather(1, column_m.unsqueeze(1)).squeeze(1).masked_fill(~is_local_m, -torch.inf)
+        largest_m = logits_mv.amax(1)
+        _reduce(label_logits_m, torch.distributed.ReduceOp.MAX)
+        _reduce(largest_m, torch.distributed.ReduceOp.MAX)
+        correct_m = (label_logits_m >= largest_m).float()
     # The loss of a filler is finite, so it can be replaced by zero.
     losses_1m = vocab_parallel_cross_entropy(logits_mv.unsqueeze(0), labels_m.unsqueeze(0))
     return losses_1m.squeeze(0).masked_fill(is_filler_m, 0.0), correct_m
-
-
-@torch.no_grad()
-def _is_likeliest(logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor) -> Tensor:
-    label_logits_m = logits_mv.gather(1, column_m.unsqueeze(1)).squeeze(1).masked_fill(~is_local_m, -torch.inf)
-    largest_m = logits_mv.amax(1)
-    _reduce(label_logits_m, torch.distributed.ReduceOp.MAX)
-    _reduce(largest_m, torch.distributed.ReduceOp.MAX)
-    return (label_logits_m >= largest_m).float()
 
 
 class FusedCrossEntropy(torch.autograd.Function):

@@ -59,7 +59,16 @@ class NeoBERTModel(GPTModel):
         )
         self.rotary = RotaryEmbedding(self.config.kv_channels, 1.0, rotary_base=model.rotary_base) if rotates else None
         if post_process:
-            self._prepare_head(vocab_size)
+            # The layer is built without a bias, but has one in its checkpoints.
+            layer = self.output_layer
+            layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
+            set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+            layer.skip_bias_add = True  # it returns the bias beside the logits, and `forward` adds it
+            layer.sequence_parallel = False  # its input has masked positions of all tensor-parallel ranks
+            layer.allreduce_dgrad = parallel_state.get_tensor_model_parallel_world_size() > 1
+            columns = layer.weight.size(0)
+            first = self.pg_collection.tp.rank() * columns
+            self.padded_columns = min(columns, max(0, first + columns - vocab_size))  # only pad the vocabulary
         seed = settings.training.seed if draws_weights else None
         initialize_weights(self, seed=seed, init_range=model.init_method_range, vocab_size=vocab_size)
 
@@ -124,13 +133,18 @@ class NeoBERTModel(GPTModel):
         if not self.post_process:
             return hidden_t1h
         if self.config.sequence_parallel:
-            # The output layer sums the gradients of all shares of the vocabulary (allreduce_dgrad in `_prepare_head`).
+            # The output layer sums the gradients of all shares of the vocabulary (allreduce_dgrad in `__init__`).
             hidden_t1h = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_t1h, tensor_parallel_output_grad=False
             )
         if masked_positions_m is None:
             return hidden_t1h.squeeze(1)
-        logits_mv = self._decode(hidden_t1h, masked_positions_m)
+        logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
+        if self.padded_columns:
+            # The smallest finite number, because a rank may have padding columns only, and inf - inf is NaN. Added to
+            # the bias, because overwriting logits would copy all their gradients in backward.
+            bias_v = pad(bias_v[: -self.padded_columns], (0, self.padded_columns), value=torch.finfo(bias_v.dtype).min)
+        logits_mv = logits_m1v.squeeze(1) + bias_v
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
     def _set_attention_backend(self) -> None:
@@ -143,27 +157,3 @@ class NeoBERTModel(GPTModel):
         ]
         for kernel in ("FLASH", "FUSED", "UNFUSED"):
             os.environ[f"NVTE_{kernel}_ATTN"] = str(int(kernel in allowed))
-
-    def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
-        logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
-        if self.padded_columns:
-            # The smallest finite number, because a rank may have padding columns only, and inf - inf is NaN. Added to
-            # the bias, because overwriting logits would copy all their gradients in backward.
-            bias_v = pad(bias_v[: -self.padded_columns], (0, self.padded_columns), value=torch.finfo(bias_v.dtype).min)
-        return logits_m1v.squeeze(1) + bias_v
-
-    def _prepare_head(self, vocab_size: int) -> None:
-        """Give the output layer a bias of zeros. The layer returns the bias beside the logits, and `_decode` adds it.
-
-        Also set `padded_columns`, the number of this rank's columns that only pad the vocabulary.
-        """
-        # The layer is built without a bias, but has one in its checkpoints.
-        layer = self.output_layer
-        layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
-        set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
-        layer.skip_bias_add = True
-        layer.sequence_parallel = False  # its input has masked positions of all tensor-parallel ranks
-        layer.allreduce_dgrad = parallel_state.get_tensor_model_parallel_world_size() > 1
-        columns = layer.weight.size(0)
-        first = self.pg_collection.tp.rank() * columns
-        self.padded_columns = min(columns, max(0, first + columns - vocab_size))

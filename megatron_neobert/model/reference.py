@@ -116,7 +116,11 @@ class ReferenceNeoBERT(nn.Module):
         super().__init__()
         self.model = Encoder(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.apply(lambda module: _initialize(module, config.init_method_range))
+        # Uniform matrices and zero biases; norms keep their initial ones.
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.uniform_(module.weight, -config.init_method_range, config.init_method_range)
+        nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens_bs: Tensor, attention_mask_bs: Tensor | None = None) -> Tensor:
         """Return logits, [b, s, v]. The mask is 0 at padding, whose logits have no meaning."""
@@ -159,11 +163,3 @@ def mlm_loss(logits_bsv: Tensor, labels_bs: Tensor) -> MaskedLoss:
         logits_bsv.float().flatten(0, -2), labels_bs.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
     return MaskedLoss(total, int((labels_bs != IGNORED_LABEL).sum()))
-
-
-def _initialize(module: nn.Module, bound: float) -> None:
-    """Draw matrices from uniform(-bound, bound), and set biases to zero. Norms keep their initial ones."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.uniform_(module.weight, -bound, bound)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)

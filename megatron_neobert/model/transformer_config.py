@@ -25,9 +25,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.attention import CoreAttention
+from megatron_neobert.model.attention import CoreAttention, TorchAttention
 from megatron_neobert.model.kernels import choose_kernels, compiled_on_cuda
-from megatron_neobert.model.packed_kernels import TorchAttention
 
 
 def to_transformer_config(settings: Settings) -> TransformerConfig:

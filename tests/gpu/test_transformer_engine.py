@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
 from megatron_neobert.errors import ConfigError
+from megatron_neobert.model.attention import TorchAttention, attend_by_document
 from megatron_neobert.model.kernels import check_hardware
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.model.packed_kernels import TorchAttention, attend_by_document
 from megatron_neobert.runtime import distributed
 
 HAS_GPU = torch.cuda.is_available()

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model import kernels
+from megatron_neobert.model.attention import attend_by_document
 from megatron_neobert.model.kernels import (
     Hardware,
     Library,
@@ -25,7 +26,6 @@ from megatron_neobert.model.kernels import (
     detect_hardware,
 )
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.model.packed_kernels import attend_by_document
 
 CPU = Hardware()
 H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
