@@ -10,8 +10,9 @@ from emulated_engine import ENGINE, FP8, LOCAL
 from processes import run_on_ranks
 from tolerances import ENGINE_GRADIENT, ENGINE_LOSS
 
+from checkpoint_conversion.checkpoint import stored_name
 from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
-from megatron_neobert.model import kernels, transformer_config
+from megatron_neobert.model import kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training.setup import wrap_model
@@ -24,7 +25,6 @@ TOKENS = sum(LENGTHS)  # a multiple of 128, which the FP8 recipe "blockwise" nee
 MAX_SEQLEN = 640
 RECIPES: dict[str, dict[str, Any]] = {"bf16": ENGINE, **FP8}
 MODELS: dict[str, dict[str, Any]] = {
-    "neobert": {},
     "layer_norm": {"normalization": "LayerNorm"},
     "gelu": {"swiglu": False},
     "learned_positions": {"position_embedding_type": "learned_absolute"},
@@ -61,10 +61,8 @@ def losses_and_gradients(model: NeoBERTModel, *, is_causal: bool = False) -> dic
     assert not losses_m[-3:].any()
     results = {"losses": losses_m.detach().float()}
     for name, parameter in model.named_parameters():
-        for local, engine in transformer_config.NORM_NAMES.items():
-            name = name.replace(local, engine)
         if parameter.grad is not None:  # None if the layer adds to a gradient buffer
-            results[name] = parameter.grad.float()
+            results[stored_name(name)] = parameter.grad.float()
     return results
 
 
@@ -80,42 +78,33 @@ def gaps(computed: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> t
     return loss, 1 - min(cosines.values())
 
 
-def compare_with_float32(recipe: str, model: dict[str, Any]) -> None:
+def compare_with_float32(recipe: str, model: dict[str, Any], is_causal: bool) -> None:
     distributed.initialize(Settings())
-    exact = losses_and_gradients(build(LOCAL, bf16=False, **model))
-    loss, gradient = gaps(losses_and_gradients(build(RECIPES[recipe], **model)), exact)
+    exact = losses_and_gradients(build(LOCAL, bf16=False, **model), is_causal=is_causal)
+    computed = losses_and_gradients(build(RECIPES[recipe], **model), is_causal=is_causal)
+    loss, gradient = gaps(computed, exact)
     print(f"{recipe}: loss {loss:.2e} gradient {gradient:.2e}")
     assert loss <= ENGINE_LOSS.gate
     assert gradient <= ENGINE_GRADIENT[recipe].gate
     if recipe != "bf16":
         in_bf16 = losses_and_gradients(build(ENGINE, **model))
         assert gaps(in_bf16, exact)[1] < gradient / 10, "FP8 must have an effect, or it is not on"
+    if is_causal:
+        bidirectional = losses_and_gradients(build(LOCAL, bf16=False, **model))
+        assert gaps(computed, bidirectional)[1] > 10 * ENGINE_GRADIENT[recipe].gate, "the mask must have an effect"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_and_gradients_equal_float32_within_the_rounding_of_the_recipe(recipe):
-    on_the_engine(compare_with_float32, recipe, {})
-
-
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "neobert"])
-def test_losses_and_gradients_of_every_architecture_equal_float32(model):
-    on_the_engine(compare_with_float32, "bf16", MODELS[model])
-
-
-def compare_causal_attention() -> None:
-    distributed.initialize(Settings())
-    exact, exact_causal = (
-        losses_and_gradients(build(LOCAL, bf16=False), is_causal=is_causal) for is_causal in (False, True)
-    )
-    causal = losses_and_gradients(build(ENGINE), is_causal=True)
-    (loss, gradient), (_, other_gradient) = gaps(causal, exact_causal), gaps(causal, exact)
-    print(f"causal: loss {loss:.2e} gradient {gradient:.2e}, against bidirectional {other_gradient:.2e}")
-    assert loss <= ENGINE_LOSS.gate
-    assert gradient <= ENGINE_GRADIENT["bf16"].gate < other_gradient / 10
-
-
-def test_losses_and_gradients_with_causal_attention_equal_float32():
-    on_the_engine(compare_causal_attention)
+@pytest.mark.parametrize(
+    ("recipe", "model", "is_causal"),
+    [
+        *((recipe, {}, False) for recipe in RECIPES),
+        *(("bf16", model, False) for model in MODELS.values()),
+        ("bf16", {}, True),
+    ],
+    ids=[*RECIPES, *MODELS, "causal"],
+)
+def test_losses_and_gradients_equal_float32_within_the_rounding_of_the_recipe(recipe, model, is_causal):
+    on_the_engine(compare_with_float32, recipe, model, is_causal)
 
 
 def compare_alone(recipe: str) -> None:
