@@ -13,6 +13,7 @@ of this project. The paper does not say how the pairs of its datasets MEDMCQACLU
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,38 +36,19 @@ class Source(NamedTuple):
     to_pair: Callable[[Row], Pair]
     config: str | None = None
 
-    def read(self) -> Iterator[Pair]:
-        return map(self.to_pair, load(self.hub, self.config))
 
-
-class Judgements(NamedTuple):
-    """Queries, documents and relevance judgements of a repository in the format of BEIR."""
-
-    hub: str
-
-    def read(self) -> Iterator[Pair]:
-        """Yield a pair for each judgement above 0. Documents have no titles, as in the released code."""
-        # Reading the judgements first keeps only relevant documents in memory: a corpus has millions of texts.
-        rows = load(self.hub, "default")
-        judged = [(str(row["query-id"]), str(row["corpus-id"])) for row in rows if row["score"] > 0]
-        relevant = {document for _, document in judged}
-        queries = {str(row["_id"]): row["text"] for row in load(self.hub, "queries", "queries")}
-        documents = load(self.hub, "corpus", "corpus")
-        corpus = {str(row["_id"]): row["text"] for row in documents if str(row["_id"]) in relevant}
-        return ((queries.get(query), corpus.get(document), []) for query, document in judged)
-
-
-def load(hub: str, config: str | None, split: str = "train") -> Any:
-    return datasets.load_dataset(hub, config, split=split, streaming=True)
-
-
-def columns(query: str, positive: str, *negatives: str) -> Callable[[Row], Pair]:
-    """Return a function that makes a pair of these columns of a row."""
-    return lambda row: (row[query], row[positive], [row[name] for name in negatives])
+def columns(query: str, positive: str) -> Callable[[Row], Pair]:
+    """Return a function that makes a pair of two columns of a row. Columns named negative... are hard negatives."""
+    return lambda row: (row[query], row[positive], [row[name] for name in row if name.startswith("negative")])
 
 
 def first(texts: list[str]) -> str | None:
     return texts[0] if texts else None
+
+
+def of_concurrent_qa(row: Row) -> Pair:
+    positives, negatives = ([text["text"] for text in row[name]] for name in ("pos_paras", "neg_paras"))
+    return row["question"], first(positives), negatives
 
 
 def similar(row: Row) -> Pair:
@@ -74,80 +56,74 @@ def similar(row: Row) -> Pair:
     return (row["sentence1"], row["sentence2"], []) if row["score"] > 4 else (None, None, [])
 
 
-SOURCES: dict[str, tuple[Source | Judgements, ...]] = {
-    "AGNEWS": (Source("sentence-transformers/agnews", columns("title", "description")),),
-    "ALLNLI": (Source("sentence-transformers/all-nli", columns("anchor", "positive", "negative"), "triplet"),),
-    "AMAZONQA": (Source("embedding-data/Amazon-QA", lambda row: (row["query"], first(row["pos"]), [])),),
-    "CONCURRENTQA": (
-        Source(
-            "stanfordnlp/concurrentqa-retrieval",
-            lambda row: (
-                row["question"],
-                first([paragraph["text"] for paragraph in row["pos_paras"]]),
-                [paragraph["text"] for paragraph in row["neg_paras"]],
-            ),
-        ),
-    ),
-    "FEVER": (Judgements("mteb/fever"),),
-    "GITHUBISSUE": (Source("WhereIsAI/github-issue-similarity", columns("anchor", "positive"), "positive"),),
-    "GOOAQ": (
-        Source(
-            "tomaarsen/gooaq-hard-negatives",
-            columns("question", "answer", *(f"negative_{number}" for number in range(1, 6))),
-            "triplet-5",
-        ),
-    ),
-    "MEDMCQA": (Source("openlifescienceai/medmcqa", columns("question", "exp")),),
-    "MSMARCO": (Judgements("mteb/msmarco"),),
-    "NPR": (Source("sentence-transformers/npr", columns("title", "body")),),
-    "PAQ": (Source("embedding-data/PAQ_pairs", lambda row: (row["set"][0], row["set"][1], [])),),
-    "PUBMEDQA": (
-        Source(
-            "sentence-transformers/pubmedqa",
-            columns("anchor", "positive", *(f"negative_{number}" for number in range(1, 21))),
-            "triplet-20",
-        ),
-    ),
-    "QQP": (
+SOURCES = {
+    "AGNEWS": [Source("sentence-transformers/agnews", columns("title", "description"))],
+    "ALLNLI": [Source("sentence-transformers/all-nli", columns("anchor", "positive"), "triplet")],
+    "AMAZONQA": [Source("embedding-data/Amazon-QA", lambda row: (row["query"], first(row["pos"]), []))],
+    "CONCURRENTQA": [Source("stanfordnlp/concurrentqa-retrieval", of_concurrent_qa)],
+    "GITHUBISSUE": [Source("WhereIsAI/github-issue-similarity", columns("anchor", "positive"), "positive")],
+    "GOOAQ": [Source("tomaarsen/gooaq-hard-negatives", columns("question", "answer"), "triplet-5")],
+    "MEDMCQA": [Source("openlifescienceai/medmcqa", columns("question", "exp"))],
+    "NPR": [Source("sentence-transformers/npr", columns("title", "body"))],
+    "PAQ": [Source("embedding-data/PAQ_pairs", lambda row: (row["set"][0], row["set"][1], []))],
+    "PUBMEDQA": [Source("sentence-transformers/pubmedqa", columns("anchor", "positive"), "triplet-20")],
+    "QQP": [
         Source(
             "embedding-data/QQP_triplets",
             lambda row: (row["set"]["query"], first(row["set"]["pos"]), row["set"]["neg"]),
-        ),
-    ),
+        )
+    ],
     # As in the code: the short text asks for the long one, although the instruction says the opposite.
-    "SENTENCECOMP": (Source("embedding-data/sentence-compression", lambda row: (row["set"][1], row["set"][0], [])),),
-    "STACKEXCHANGE": (
+    "SENTENCECOMP": [Source("embedding-data/sentence-compression", lambda row: (row["set"][1], row["set"][0], []))],
+    "STACKEXCHANGE": [
         Source("sentence-transformers/stackexchange-duplicates", columns("body1", "body2"), "body-body-pair"),
         Source("sentence-transformers/stackexchange-duplicates", columns("post1", "post2"), "post-post-pair"),
-    ),
-    "STACKOVERFLOW": (
+    ],
+    "STACKOVERFLOW": [
         Source(
             "mteb/stackoverflowdupquestions-reranking",
             lambda row: (row["query"], first(row["positive"]), row["negative"]),
-        ),
-    ),
-    "STS12": (Source("mteb/sts12-sts", similar),),
-    "STSBENCHMARK": (Source("mteb/stsbenchmark-sts", similar),),
-    "TRIVIAQA": (
-        Source("sentence-transformers/trivia-qa-triplet", columns("anchor", "positive", "negative"), "triplet"),
-    ),
-    "WIKIHOW": (Source("sentence-transformers/wikihow", columns("text", "summary")),),
+        )
+    ],
+    "STS12": [Source("mteb/sts12-sts", similar)],
+    "STSBENCHMARK": [Source("mteb/stsbenchmark-sts", similar)],
+    "TRIVIAQA": [Source("sentence-transformers/trivia-qa-triplet", columns("anchor", "positive"), "triplet")],
+    "WIKIHOW": [Source("sentence-transformers/wikihow", columns("text", "summary"))],
 }
+# Repositories in the format of BEIR: queries, documents and relevance judgements.
+JUDGED = {"FEVER": "mteb/fever", "MSMARCO": "mteb/msmarco"}
+
+
+def load(hub: str, config: str | None, split: str = "train") -> Any:
+    return datasets.load_dataset(hub, config, split=split, streaming=True)
+
+
+def judged_pairs(hub: str) -> Iterator[Pair]:
+    """Yield a pair for each judgement above 0. Documents have no titles, as in the released code."""
+    # Reading the judgements first keeps only relevant documents in memory: a corpus has millions of texts.
+    rows = load(hub, "default")
+    judged = [(str(row["query-id"]), str(row["corpus-id"])) for row in rows if row["score"] > 0]
+    relevant = {document for _, document in judged}
+    queries = {str(row["_id"]): row["text"] for row in load(hub, "queries", "queries")}
+    documents = load(hub, "corpus", "corpus")
+    corpus = {str(row["_id"]): row["text"] for row in documents if str(row["_id"]) in relevant}
+    return ((queries.get(query), corpus.get(document), []) for query, document in judged)
 
 
 def read_pairs(key: str) -> Iterator[dict[str, Any]]:
     """Yield the pairs of a dataset that have a query and a positive."""
-    for source in SOURCES[key]:
-        for query, positive, negatives in source.read():
-            if query and positive:
-                yield {"query": query, "positive": positive, "negatives": [text for text in negatives if text]}
+    parts = [map(source.to_pair, load(source.hub, source.config)) for source in SOURCES.get(key, ())]
+    for query, positive, negatives in itertools.chain(*parts, judged_pairs(JUDGED[key]) if key in JUDGED else ()):
+        if query and positive:
+            yield {"query": query, "positive": positive, "negatives": [text for text in negatives if text]}
 
 
 def main() -> int:
     """Write the files of all datasets, and return 1 if one of them cannot be downloaded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write to")
-    parser.add_argument("--datasets", nargs="+", default=list(SOURCES), choices=SOURCES, metavar="KEY")
+    keys = sorted([*SOURCES, *JUDGED])
+    parser.add_argument("--datasets", nargs="+", default=keys, choices=keys, metavar="KEY")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     failed = []
