@@ -84,30 +84,25 @@ LAYERS = (
 )
 
 
-def read_table(page: str, first_header: str) -> list[dict[str, str]]:
-    """Return the rows of the first table of a page whose first column has this header, by column."""
-    lines = iter(page.splitlines())
-    header = next(line for line in lines if line.startswith(f"| {first_header} |"))
-    columns = [cell.strip() for cell in header.strip("|").split("|")]
-    next(lines)
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        rows.append(dict(zip(columns, (cell.strip() for cell in line.strip("|").split("|")), strict=True)))
-    return rows
+def read_number(page: str, first_header: str, column: str, start: str) -> float:
+    """Return the number at the start of a cell of the first table whose first column has this header.
+
+    The first cell of its row starts with `start`.
+    """
+    lines = page.splitlines()
+    table = next(number for number, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
+    row = next(line for line in lines[table:] if line.startswith(f"| {start}"))
+    cell = row.split("|")[lines[table].split("|").index(f" {column} ")]
+    return float(re.search(r"[\d.,]+", cell)[0].replace(",", ""))
 
 
-def read_numbers(page: str) -> dict[str, dict[str, float]]:
-    """Return the number of each bar by the panel's title and the bar's name."""
-    numbers: dict[str, dict[str, float]] = {}
-    for title, first_header, column, names in PANELS:
-        rows = read_table(page, first_header)
-        numbers[title] = {}
-        for start, name in names.items():
-            row = next(row for row in rows if row[first_header].startswith(start))
-            numbers[title][name] = float(re.match(r"[\d.,]+", row[column])[0].replace(",", ""))
-    return numbers
+def read_numbers() -> dict[str, dict[str, float]]:
+    """Return the number of each bar by the panel's title and the bar's name, from docs/performance.md."""
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    return {
+        title: {name: read_number(page, first_header, column, start) for start, name in names.items()}
+        for title, first_header, column, names in PANELS
+    }
 
 
 def draw_box(axes: Axes, left: float, width: float, name: str, text: str) -> None:
@@ -260,13 +255,10 @@ def draw_layers(layers: Sequence[Sequence[str]]) -> Figure:
     return figure
 
 
-# What each figure shows, and the function that draws it.
+# Numbers or texts of each figure, and the function that draws it.
 SOURCES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
-    "overview": (lambda: read_numbers((DOCS / "performance.md").read_text(encoding="utf-8")), draw_overview),
-    "overview_narrow": (
-        lambda: read_numbers((DOCS / "performance.md").read_text(encoding="utf-8")),
-        draw_narrow_overview,
-    ),
+    "overview": (read_numbers, draw_overview),
+    "overview_narrow": (read_numbers, draw_narrow_overview),
     "packing": (pack_documents, draw_packing),
     "batch": (share_micro_batches, draw_batch),
     "commit": (lambda: COMMIT, draw_commit),
