@@ -65,13 +65,10 @@ def main() -> int:
     Return 0 if all requested phases passed, now or before, else 1.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder of the report: new, or of an earlier call"
-    )
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="phases to run (default all)")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs a tiny model (default cuda)"
-    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the report: new, or of an earlier call")
+    add("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="phases to run (default all)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs a tiny model (default cuda)")
     arguments = parser.parse_args()
     output = arguments.output.absolute()
     claim_folder(output)  # runs/ and corpus/ in it may be deleted
@@ -80,13 +77,12 @@ def main() -> int:
     machine = describe_machine(arguments.device)
     requested = [name for name in PHASES if name in arguments.phases]
     for name in requested:
-        earlier = read_results(output, machine).get(name)
-        is_kept = earlier is not None and earlier.status == "passed"
-        if not is_kept:
+        results, kept = read_results(output, machine), " before, kept"
+        if name not in results or results[name].status != "passed":
             run_phase(Phase(name, output, arguments.device), machine)
-        results = read_results(output, machine)
+            results, kept = read_results(output, machine), ""
         write_report(output, results, machine)
-        result, kept = results[name], " before, kept" if is_kept else ""
+        result = results[name]
         print(f"{name}: {result.status}{kept}, {result.seconds} s", *result.problems, sep="\n  ", flush=True)
     print(f"report: {output / 'report.md'}\n{verdict(results, machine)}")
     return 0 if all(results[name].status == "passed" for name in requested) else 1
@@ -94,18 +90,18 @@ def main() -> int:
 
 def describe_machine(device: str) -> dict[str, str]:
     """Return facts that identify a machine: device, GPU ("none" without one), versions, and why torch failed."""
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     # In its own process, because torch would keep GPU memory in this one.
-    ended = subprocess.run(
-        [sys.executable, "-c", MACHINE], env=environment, capture_output=True, text=True, check=False
-    )
-    failure = {"torch failed": (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]}
-    torch_facts = parse_json(ended.stdout) if ended.returncode == 0 else failure
+    command = [sys.executable, "-c", MACHINE]
+    ended = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, check=False)
+    if ended.returncode == 0:
+        facts = {name: str(value) for name, value in parse_json(ended.stdout).items() if value}
+    else:
+        facts = {"torch failed": (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]}
     installed = installed_packages()
-    versions = {"project": __version__, "Python": platform.python_version()}
-    versions |= {name: str(value) for name, value in torch_facts.items() if value}
     packages = {name: installed[name] for name in PACKAGES if name in installed}
-    return {"device": device, "GPU": "none"} | versions | packages
+    versions = {"project": __version__, "Python": platform.python_version()}
+    return {"device": device, "GPU": "none", **versions, **facts, **packages}
 
 
 def run_phase(phase: Phase, machine: dict[str, str]) -> None:

@@ -83,18 +83,10 @@ class Phase:
             self.problems.append(f"{name}: {error}")
 
     def run(self, name: str, *arguments: object, device: str = "") -> str:
-        """Run a command of this project and wait for its end.
+        """Run Python, or bash if the first argument is a shell script. Return both outputs, which logs/ has, too.
 
-        Args:
-            name: Part of the name of the log file, logs/PHASE_NAME.txt.
-            arguments: Arguments of Python, or of bash if the first one is a shell script.
-            device: "cpu", which hides the GPU, or "" for the phase's device.
-
-        Returns:
-            The output of the command, with its errors, which is also in the log file.
-
-        Raises:
-            Failed: The exit code is not 0, or the command was killed because the time of the phase is over.
+        `name` is part of the name of the log. `device` "cpu" hides the GPU, "" is the phase's. Raise Failed if the exit
+        code is not 0, or if the command was killed because the time of the phase is over.
         """
         command = ["bash" if str(arguments[0]).endswith(".sh") else sys.executable, *map(str, arguments)]
         self.commands.append(" ".join(command))
@@ -103,14 +95,13 @@ class Phase:
         environment = {**os.environ, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "PYTHONUNBUFFERED": "1"}
         if (device or self.device) == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        process: subprocess.Popen[bytes] | None = None
         with log.open("w", encoding="utf-8") as stream:
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
-            process: subprocess.Popen[bytes] | None = None
+            options |= {"cwd": REPOSITORY, "env": environment, "start_new_session": True}
             try:
                 with deferred((signal.SIGINT, signal.SIGTERM)):  # one in the middle would leave the process running
-                    process = subprocess.Popen(
-                        command, cwd=REPOSITORY, env=environment, start_new_session=True, **options
-                    )
+                    process = subprocess.Popen(command, **options)
                 code = process.wait(max(1.0, self.ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise Failed(f"not finished within the {SECONDS_PER_PHASE} s of the phase; see {log}") from None
@@ -126,10 +117,7 @@ class Phase:
         return printed
 
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Run benchmarks/benchmark_step.py on packed steps and return the content of its JSON file.
-
-        `name` is part of the log file's name. `flags` are added to the command.
-        """
+        """Run benchmarks/benchmark_step.py with these flags on packed steps and return the content of its JSON file."""
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
         model = (*sizes.model, "--vocab-size", sizes.vocab_size, *self.precision)
@@ -138,10 +126,7 @@ class Phase:
         return dict(parse_json(figures.read_text(encoding="utf-8")))
 
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
-        """Train on the sample corpus up to `iterations`, or resume, and return the metrics of the run in runs/NAME.
-
-        `bf16` has no effect on a CPU. `device` "cpu" hides the GPU, "" is the phase's.
-        """
+        """Train or resume the run in runs/NAME up to `iterations`, and return its metrics. A CPU ignores `bf16`."""
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
         data = ("--data-path", corpus, "--tokenizer-model", tokenizer, "--seq-length", sizes.seq_length)
@@ -171,10 +156,7 @@ class Phase:
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """Return the prefix of the sample corpus and its tokenizer folder.
-
-        If the corpus has no manifest, the folder with both is deleted, and both are written again.
-        """
+        """Return the prefix of the sample corpus and its tokenizer folder. Write both if the corpus is not complete."""
         folder = self.output / "corpus"
         corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
         if not corpus.with_suffix(".json").exists():

@@ -72,10 +72,7 @@ def check_kernels(phase: Phase) -> None:
 
 
 def check_parity(phase: Phase) -> None:
-    """Run `neobert check parity --step`: compare logits, loss and gradients with plain PyTorch in fp32 on the CPU.
-
-    The phase fails if the command does. Its differences become tables; its log names the kernels that cannot run.
-    """
+    """Compare logits, loss and gradients with plain PyTorch in fp32 on the CPU, with `neobert check parity --step`."""
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
     phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
@@ -126,10 +123,9 @@ def compare_fp8(phase: Phase) -> None:
 
 
 def check_resume(phase: Phase) -> None:
-    """Train 20 iterations, resume a copy from the asynchronous checkpoint of iteration 10, and compare the two runs.
+    """Train 20 iterations, and again from the asynchronous checkpoint of iteration 10, on the same documents.
 
-    The phase fails if the resumed run reads other documents, or if its losses differ: on a CPU at all, on a GPU by more
-    than RESUMED_LOSS.
+    The losses must be equal on a CPU, and agree within RESUMED_LOSS on a GPU.
     """
     phase.remove_runs("whole", "resumed")
     every = ("--log-interval", 1, "--save-interval", 10, "--async-save")
@@ -140,9 +136,8 @@ def check_resume(phase: Phase) -> None:
     phase.tables["losses after resuming"] = [
         {"iterations": len(gaps), "bit for bit": gaps.count(0.0), "largest gap": max(gaps)}
     ]
-    for number in range(11, 21):
-        if whole[number]["cursor"] != resumed[number]["cursor"]:
-            raise Failed(f"iteration {number} read other documents than in the uninterrupted run")
+    if others := [number for number in range(11, 21) if whole[number]["cursor"] != resumed[number]["cursor"]]:
+        raise Failed(f"iteration {others[0]} read other documents than in the uninterrupted run")
     expect_small(gaps, RESUMED_LOSS if phase.device == "cuda" else 0.0, "losses after resuming differ")
 
 
