@@ -21,41 +21,37 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
-from megatron_neobert.cli import Parser
+from benchmarks.shared import build_parser, positive, report, write_corpus
 from megatron_neobert.errors import run_command
 
 DOCUMENTS = 2000  # of the generated corpus; any size does
 VOCABULARY = 8192
 
 
-def main() -> int:
+def main() -> None:
     """Save and load on each number of ranks. Print a line for each: medians of rounds, the largest of all ranks."""
-    parser = Parser((__doc__ or "").partition("\n")[0])
+    parser = build_parser(__doc__, rounds=2)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks (%(default)s)")
-    add("--num-layers", type=int, default=8, help="layers of the model (%(default)s)")
-    add("--hidden-size", type=int, default=512, help="width of the model (%(default)s); heads are 64 wide")
-    add("--rounds", type=int, default=2, help="saves and loads of each rank (%(default)s)")
+    add("--ranks", type=positive, nargs="+", default=[2, 4, 8], help="numbers of ranks (%(default)s)")
+    add("--num-layers", type=positive, default=8, help="layers of the model (%(default)s)")
+    add("--hidden-size", type=positive, default=512, help="width of the model (%(default)s); heads are 64 wide")
     add("--folder", help="folder for the checkpoints; default: the system's temporary folder")
     options = parser.parse_args()
     from torch import multiprocessing
 
-    from benchmarks.shared import describe_machine, print_table, write_corpus
     from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings, TrainingConfig
     from megatron_neobert.runtime.store import serve_store
     from megatron_neobert.text import parse_json
 
-    lines = []
+    table = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         corpus, vocabulary = write_corpus(
             Path(name), documents=DOCUMENTS, median_tokens=100, longest=500, vocab_size=VOCABULARY
         )
-        heads = options.hidden_size // 64
+        shape = {"hidden_size": options.hidden_size, "num_attention_heads": options.hidden_size // 64}
         for ranks in options.ranks:
             settings = Settings(
-                model=ModelConfig(
-                    num_layers=options.num_layers, hidden_size=options.hidden_size, num_attention_heads=heads
-                ),
+                model=ModelConfig(num_layers=options.num_layers, **shape),
                 data=DataConfig(data_path=(corpus,), tokenizer_model=vocabulary, seq_length=512, num_workers=0),
                 training=TrainingConfig(micro_batch_size=2, global_batch_size=2 * max(options.ranks), eval_iters=0),
                 checkpoint=CheckpointConfig(save=f"{name}/run_{ranks}", load=f"{name}/run_{ranks}", keep_last=2),
@@ -69,11 +65,8 @@ def main() -> int:
                 _measure_rank, args=(settings, options.rounds, figures), nprocs=ranks, start_method="spawn"
             )
             results = [parse_json(path.read_text()) for path in figures.iterdir()]
-            lines.append({"ranks": ranks} | {key: max(result[key] for result in results) for key in results[0]})
-    for item in describe_machine(("torch", "megatron-core")).items():
-        print("{}: {}".format(*item))
-    print_table(lines)
-    return 0
+            table.append({"ranks": ranks} | {key: max(result[key] for result in results) for key in results[0]})
+    report(options.output, ("torch", "megatron-core"), {"table": table})
 
 
 def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
@@ -87,22 +80,22 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
     from megatron_neobert.training.setup import build_run, join
     from megatron_neobert.training.step import train_step
 
-    counts = {"read": 0, "hashed": 0}
+    row: dict[str, float] = {}
     read, sha256_of = StoredTensors.read, files.sha256_of
 
     def read_and_count(self: Any, name: str, into: Any, **options: Any) -> None:
-        counts["read"] += into.numel() * into.element_size()
+        row["read MiB"] += into.nbytes / 2**20
         read(self, name, into, **options)
 
     def hash_and_count(path: Path) -> str:
-        counts["hashed"] += path.stat().st_size
+        row["hashed MiB"] += path.stat().st_size / 2**20
         return sha256_of(path)
 
     run = build_run(settings, *join(settings))
     saver, steps = Saver(run, log=lambda text: None), run.training_stream.rank_batches()
     rows = []
     for _ in range(rounds):
-        row: dict[str, float] = {}
+        row = {}
         with _measured(row, "train"):
             train_step(run, next(steps))
         run.state = replace(run.state, iteration=run.state.iteration + 1)
@@ -110,7 +103,7 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
             saver.save()
         checkpoint = files.latest_checkpoint(Path(settings.checkpoint.save))
         row["written MiB"] = sum(path.stat().st_size for path in checkpoint.glob(f"rank_{rank:05d}*")) / 2**20
-        counts.update(read=0, hashed=0)
+        row |= {"read MiB": 0.0, "hashed MiB": 0.0}
         with (
             patch.object(StoredTensors, "read", read_and_count),
             patch.object(files, "sha256_of", hash_and_count),
@@ -119,7 +112,7 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
             found = find_checkpoint(settings)
             assert found is not None
             load_from(run, found.folder)
-        rows.append(row | {f"{name} MiB": count / 2**20 for name, count in counts.items()})
+        rows.append(row)
     result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     (figures / str(rank)).write_text(json.dumps(result))
     distributed.shut_down()

@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
-from benchmarks.shared import SIGMA, describe_machine, in_turns, positive, print_table, write_figures
-from megatron_neobert.cli import Parser
+from benchmarks.shared import SIGMA, build_parser, measure_in_turns, positive, report
 from megatron_neobert.errors import run_command
 
 PADDED, UNPADDED = "neobert, padded", "neobert, unpadded"
@@ -29,23 +29,19 @@ VOCABULARY = 4096  # small, so that the update of the embedding does not hide th
 WARM_UP = 1  # rounds that are not counted
 
 
-def main() -> int:
-    parser = Parser((__doc__ or "").partition("\n")[0])
+def main() -> None:
+    parser = build_parser(__doc__, rounds=5)
     add = parser.add_argument
     add("--device", default="cpu", help="torch device (%(default)s)")
     add("--dtype", default="float32", help="type of weights and activations (%(default)s)")
     add("--num-layers", type=positive, metavar="N", help="default: 4 on the CPU, else 28")
     add("--hidden-size", type=positive, metavar="N", help="multiple of 64; default: 256 on the CPU, else 768")
-    add("--rounds", type=positive, default=5, metavar="N", help="turns of each class; the table has medians")
-    add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
     arguments = parser.parse_args()
     layers, hidden, long_rows = (4, 256, 8) if arguments.device == "cpu" else (28, 768, 32)
     models = build_models(arguments, arguments.num_layers or layers, arguments.hidden_size or hidden)
     rows = {"RefinedWeb": long_rows, "GLUE": 32}
     table = [line for name in LENGTHS for line in measure(models, name, rows[name], arguments)]
-    print_table(table)
-    write_figures(arguments.output, {"machine": describe_machine(("torch", "transformers")), "table": table})
-    return 0
+    report(arguments.output, ("torch", "transformers"), {"table": table})
 
 
 def build_models(arguments: argparse.Namespace, layers: int, hidden: int) -> dict[str, Any]:
@@ -53,29 +49,28 @@ def build_models(arguments: argparse.Namespace, layers: int, hidden: int) -> dic
     import torch
     import transformers as hf
 
-    from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForSequenceClassification
+    from megatron_neobert.huggingface.auto_classes import register_neobert
+    from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig
 
+    register_neobert()
     heads, wide, gated = hidden // 64, 4 * hidden, 8 * hidden // 3
     common: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     common |= {"vocab_size": VOCABULARY, "max_position_embeddings": 1024, "pad_token_id": 0}
     ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    eurobert = hf.EuroBertConfig(**common, **ids, mask_token_id=4, num_key_value_heads=heads, intermediate_size=gated)
-    kinds: dict[str, tuple[Any, Any]] = {
-        UNPADDED: (NeoBERTForSequenceClassification, NeoBERTConfig(**common, intermediate_size=wide)),
-        "EuroBERT": (hf.EuroBertForSequenceClassification, eurobert),
-        "ModernBERT": (
-            hf.ModernBertForSequenceClassification,
-            hf.ModernBertConfig(**common, **ids, intermediate_size=gated),
+    configs = {
+        UNPADDED: NeoBERTConfig(**common, intermediate_size=wide),
+        "EuroBERT": hf.EuroBertConfig(
+            **common, **ids, mask_token_id=4, num_key_value_heads=heads, intermediate_size=gated
         ),
-        "BERT": (hf.BertForSequenceClassification, hf.BertConfig(**common, intermediate_size=wide)),
+        "ModernBERT": hf.ModernBertConfig(**common, **ids, intermediate_size=gated),
+        "BERT": hf.BertConfig(**common, intermediate_size=wide),
     }
     torch.manual_seed(0)
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    models = {}
-    for name, (kind, config) in kinds.items():
-        model = kind._from_config(config, attn_implementation="sdpa")
-        models[name] = model.to(arguments.device, getattr(torch, arguments.dtype))
+    place = (arguments.device, getattr(torch, arguments.dtype))
+    build = hf.AutoModelForSequenceClassification.from_config
+    models = {name: build(config, attn_implementation="sdpa").to(*place) for name, config in configs.items()}
     return {PADDED: models[UNPADDED], **models}
 
 
@@ -103,9 +98,6 @@ def measure(models: dict[str, Any], lengths: str, rows: int, arguments: argparse
     rng, rounds = random.Random(0), arguments.rounds + WARM_UP
     batches = [build_batch(rng, lengths, rows, arguments.device) for _ in range(rounds)]
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-6) for name, model in models.items()}
-    rates: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in models}
-
-    choices: dict[bool, Any] = {True: lambda *_: False, False: modeling_neobert.may_unpad}
 
     def forward(name: str, batch: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -116,25 +108,28 @@ def measure(models: dict[str, Any], lengths: str, rows: int, arguments: argparse
         optimizers[name].step()
         optimizers[name].zero_grad()
 
-    for number, name in in_turns(models, rounds=rounds):
-        batch = batches[number - 1]
-        modeling_neobert.may_unpad = choices[name == PADDED]
-        for step, speeds in zip((forward, train), rates[name], strict=True):
-            wait()
-            start = clock()
-            step(name, batch)
-            wait()
-            speeds.append(int(batch["attention_mask"].sum()) / (clock() - start))
-    modeling_neobert.may_unpad = choices[False]
+    def take_turn(number: int, name: str) -> list[float]:
+        """Return the tokens per second of a forward pass and of a training step."""
+        batch, speeds = batches[number - 1], []
+        may_unpad = (lambda *_: False) if name == PADDED else modeling_neobert.may_unpad
+        with patch.object(modeling_neobert, "may_unpad", may_unpad):
+            for step in (forward, train):
+                wait()
+                start = clock()
+                step(name, batch)
+                wait()
+                speeds.append(int(batch["attention_mask"].sum()) / (clock() - start))
+        return speeds
+
+    measured = measure_in_turns(models, take_turn, rounds=rounds)[WARM_UP:]
     padding = statistics.mean(1 - batch["attention_mask"].float().mean().item() for batch in batches)
     print(f"{lengths}: {rows} documents per batch, {100 * padding:.0f} % padding", flush=True)
     table = []
-    for name, both in rates.items():
+    for name in models:
         line: dict[str, Any] = {"lengths": lengths, "class": name}
-        for label, speeds, base in zip(("forward", "training"), both, rates[PADDED], strict=True):
-            counted, padded = speeds[WARM_UP:], base[WARM_UP:]
-            line[f"{label}, tokens/s"] = statistics.median(counted)
-            line[f"x {label}"] = statistics.median(a / b for a, b in zip(counted, padded, strict=True))
+        for index, label in enumerate(("forward", "training")):
+            line[f"{label}, tokens/s"] = statistics.median(speeds[name][index] for speeds in measured)
+            line[f"x {label}"] = statistics.median(speeds[name][index] / speeds[PADDED][index] for speeds in measured)
         table.append(line)
     return table
 

@@ -14,7 +14,6 @@ The steps that need large libraries (STEPS) are processes of their own, because 
 benchmark starts is at least the benchmark's memory at that time.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -33,15 +32,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
-from benchmarks.shared import describe_machine, in_turns, positive, print_table, write_figures
-from megatron_neobert.cli import Parser
+from benchmarks.shared import build_parser, measure_in_turns, positive, report
 from megatron_neobert.errors import ConfigError, DataError, run_command
 from megatron_neobert.text import counted, parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("tokenizers", "nanotoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
-# Packages that the tools of others need.
+OURS = {"ours-fast": "fast", "ours-plain": "reference"}  # tool -> --tokenizer-backend
+# Tool of others -> packages that it needs.
 NEEDED = {"datatrove": ("datatrove",), "datasets": ("datasets", "transformers"), "megatron": ("transformers",)}
+TOOLS = (*OURS, *NEEDED)
 ADD_SPECIAL_TOKENS = ("datatrove", "datasets")  # tools that add special tokens to each document
 BATCH_DOCUMENTS = 1000  # for the other tools; from 128 to 5,000, their speed hardly changes but their memory does
 DTYPE_BYTES = {4: 4, 8: 2}  # by Megatron's codes of int32 and uint16
@@ -65,40 +65,12 @@ class Measured:
         return f"{self.tool} ({counted(self.workers, 'worker')})"
 
 
-def main() -> int:
-    """Measure every tool in turns, print the table, and write the figures to --output if given. Return exit code 0."""
+def main() -> None:
+    """Measure every tool in turns, print the table, and write the figures to --output if given."""
     if sys.argv[1:2] == ["step"]:
         print(json.dumps(STEPS[sys.argv[2]](**parse_json(sys.argv[3]))))
-        return 0
-    arguments = parse_arguments()
-    tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
-    turns = [(tool, workers) for workers in arguments.workers for tool in tools]
-    runs: list[Measured] = []
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        inputs = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
-        job = run_step("prepare", **inputs, folder=folder, json_lines="megatron" in tools)
-        corpus = {name: job[name] for name in ("documents", "text_bytes")}
-        print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
-        for number, (tool, workers) in in_turns(turns, rounds=arguments.rounds):
-            run = measure(tool, workers, TOOLS[tool], job | {"megatron_lm": arguments.megatron_lm}, folder)
-            runs.append(run)
-            print(
-                f"round {number} | {run.name} | {run.wall_seconds:.2f} s, {run.cpu_seconds:.2f} cpu-s | "
-                f"peak {run.peak_bytes / 1e6:,.0f} MB | {run.tokens:,} tokens",
-                flush=True,
-            )
-            verify(runs)
-    rows = summarise(runs, text_bytes=corpus["text_bytes"])
-    print_table(rows)
-    same = sorted({run.tool for run in runs if run.ids_sha256})
-    print(f"all wrote {runs[0].tokens:,} tokens" + (f"; the same ids: {', '.join(same)}" if len(same) > 1 else ""))
-    figures = {"machine": describe_machine(PACKAGES), "corpus": corpus, "tokens": runs[0].tokens, "table": rows}
-    write_figures(arguments.output, {**figures, "runs": [asdict(run) for run in runs]})
-    return 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser((__doc__ or "").partition("\n")[0])
+        return
+    parser = build_parser(__doc__, rounds=2)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="parquet files: paths, globs or folders")
     add("--tokenizer-model", required=True, metavar="PATH", help="tokenizer, as for neobert preprocess")
@@ -106,9 +78,34 @@ def parse_arguments() -> argparse.Namespace:
     add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     add("--megatron-lm", default="", metavar="FILE", help="tools/preprocess_data.py in a checkout of Megatron-LM")
     add("--workers", type=positive, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
-    add("--rounds", type=positive, default=2, metavar="N", help="runs of each tool; the table has medians (2)")
-    add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
+    runs: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        inputs = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
+        job = run_step("prepare", **inputs, folder=folder, json_lines="megatron" in tools)
+        job["megatron_lm"] = arguments.megatron_lm
+        corpus = {name: job[name] for name in ("documents", "text_bytes")}
+        print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
+
+        def take_turn(number: int, turn: tuple[str, int]) -> Measured:
+            run = measure(*turn, job, folder)
+            runs.append(run)
+            print(
+                f"round {number} | {run.name} | {run.wall_seconds:.2f} s, {run.cpu_seconds:.2f} cpu-s | "
+                f"peak {run.peak_bytes / 1e6:,.0f} MB | {run.tokens:,} tokens",
+                flush=True,
+            )
+            verify(runs)
+            return run
+
+        turns = [(tool, workers) for workers in arguments.workers for tool in tools]
+        rounds = measure_in_turns(turns, take_turn, rounds=arguments.rounds)
+    table = summarise({turn: [runs[turn] for runs in rounds] for turn in turns}, text_bytes=corpus["text_bytes"])
+    figures = {"corpus": corpus, "tokens": runs[0].tokens, "runs": [asdict(run) for run in runs]}
+    report(arguments.output, PACKAGES, {"table": table}, **figures)
+    same = sorted({run.tool for run in runs if run.ids_sha256})
+    print(f"all wrote {runs[0].tokens:,} tokens" + (f"; the same ids: {', '.join(same)}" if len(same) > 1 else ""))
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str) -> list[str]:
@@ -142,7 +139,7 @@ def run_step(step: str, **arguments: Any) -> Any:
     return parse_json(result.stdout)
 
 
-def measure(name: str, workers: int, command: "Command", job: dict[str, Any], folder: str) -> Measured:
+def measure(name: str, workers: int, job: dict[str, Any], folder: str) -> Measured:
     """Run a tool on as many cores as it has workers, and return its figures. Delete its output in `folder`.
 
     Raise DataError if the tool fails.
@@ -155,7 +152,7 @@ def measure(name: str, workers: int, command: "Command", job: dict[str, Any], fo
             os.sched_setaffinity(0, sorted(allowed)[:workers])  # the tool inherits the cores
             started = time.perf_counter()
             process = subprocess.Popen(
-                command(job, str(output), workers),
+                command_of(name, job, str(output), workers),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -210,14 +207,11 @@ def verify(runs: Sequence[Measured]) -> None:
             )
 
 
-def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
+def summarise(runs: dict[tuple[str, int], list[Measured]], *, text_bytes: int) -> list[dict[str, Any]]:
     """Return a row per tool and workers: medians, peak memory, and how many times faster than each tool of others."""
-    groups: dict[tuple[str, int], list[Measured]] = {}
-    for run in runs:
-        groups.setdefault((run.tool, run.workers), []).append(run)
-    wall = {key: statistics.median(run.wall_seconds for run in group) for key, group in groups.items()}
+    wall = {key: statistics.median(run.wall_seconds for run in group) for key, group in runs.items()}
     rows = []
-    for (tool, workers), group in groups.items():
+    for (tool, workers), group in runs.items():
         seconds, cpu_seconds = wall[tool, workers], statistics.median(run.cpu_seconds for run in group)
         row = {
             "tool": tool,
@@ -233,31 +227,24 @@ def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, An
     return rows
 
 
-# ---- commands of the tools, by job, output folder and number of workers
-
-Command = Callable[[dict[str, Any], str, int], list[str]]
-
-
-def our_command(backend: str) -> Command:
-    def command(job: dict[str, Any], output: str, workers: int) -> list[str]:
+def command_of(tool: str, job: dict[str, Any], output: str, workers: int) -> list[str]:
+    """Return the command that tokenises the files of a job into the folder `output`."""
+    if tool in OURS:
         return [
             *(sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")),
             *("--input", job["folder"], "--text-key", job["text_key"], "--output-prefix", f"{output}/corpus"),
-            *("--tokenizer-model", job["tokenizer_model"], "--tokenizer-backend", backend, "--workers", str(workers)),
+            *(
+                "--tokenizer-model",
+                job["tokenizer_model"],
+                "--tokenizer-backend",
+                OURS[tool],
+                "--workers",
+                str(workers),
+            ),
         ]
-
-    return command
-
-
-def peer_command(step: str) -> Command:
-    def command(job: dict[str, Any], output: str, workers: int) -> list[str]:
-        shared = {name: job[name] for name in ("folder", "text_key", "tokenizer_json")}
-        return step_command(step, **shared, output=output, workers=workers)
-
-    return command
-
-
-def megatron_command(job: dict[str, Any], output: str, workers: int) -> list[str]:
+    if tool != "megatron":
+        inputs = {name: job[name] for name in ("folder", "text_key", "tokenizer_json")}
+        return step_command(tool, **inputs, output=output, workers=workers)
     return [
         *(sys.executable, job["megatron_lm"], "--input", f"{job['folder']}.jsonl", "--json-keys", job["text_key"]),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(Path(job["tokenizer_json"]).parent)),
@@ -265,15 +252,6 @@ def megatron_command(job: dict[str, Any], output: str, workers: int) -> list[str
         # The tool ends with a summary of earlier runs, and fails if there is none.
         *("--performance-dir", f"{job['folder']}.performance"),
     ]
-
-
-TOOLS: dict[str, Command] = {
-    "ours-fast": our_command("fast"),
-    "ours-plain": our_command("reference"),
-    "datatrove": peer_command("datatrove"),
-    "datasets": peer_command("datasets"),
-    "megatron": megatron_command,
-}
 
 
 # ---- steps
@@ -354,11 +332,8 @@ def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, w
 def count(output: str, special_tokens: int) -> dict[str, Any]:
     """Count documents and tokens in the folder `output`: Megatron's .bin and .idx files, or files of `datasets`.
 
-    Args:
-        special_tokens: Number of special tokens around each document. They are not counted.
-
-    Returns:
-        "documents"; "tokens"; "ids_sha256": sha256 of all .bin files, or None if `special_tokens` is not 0.
+    The `special_tokens` around each document are not counted. "ids_sha256" is the hash of all .bin files, or None if
+    they have special tokens.
     """
     import numpy as np
     import pyarrow as pa

@@ -1,6 +1,6 @@
-"""Code shared by the benchmarks: a generated corpus, rounds in alternating order, tables and figures.
+"""Code shared by the benchmarks: options, turns, the report, and a generated corpus.
 
-Imports only the standard library, so that a benchmark that starts tools as processes has a small peak memory itself.
+Imports no large library, so that a benchmark that starts tools as processes has a small peak memory itself.
 """
 
 import argparse
@@ -10,19 +10,71 @@ import math
 import os
 import platform
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from megatron_neobert.cli import Parser
+from megatron_neobert.runtime.environment import installed_packages
+
+T = TypeVar("T", bound=Hashable)
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # RefinedWeb has mean / median = 640 / 368 tokens, which is exp(sigma^2 / 2) for a log-normal distribution.
 SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 
+def build_parser(documentation: str | None, *, rounds: int = 0, also: Iterable[str] = ()) -> Parser:
+    """Return a parser with --output and, unless `rounds` is 0, --rounds with this default.
+
+    Args:
+        documentation: Docstring of a benchmark; its first line is the description.
+        also: Further flags, which another parser reads.
+    """
+    parser = Parser((documentation or "").partition("\n")[0], also=also)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
+    if rounds:
+        parser.add_argument(
+            "--rounds", type=positive, default=rounds, metavar="N", help="measurements of each row (%(default)s)"
+        )
+    return parser
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1, as an argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def measure_in_turns(subjects: Iterable[T], measure: Callable[[int, T], Any], *, rounds: int) -> list[dict[T, Any]]:
+    """Call `measure` with each round, from 1, and each subject. Return the results of each round, by subject.
+
+    Every second round is reversed, so that drifts affect all subjects alike.
+    """
+    order, results = list(subjects), []
+    for number in range(1, rounds + 1):
+        results.append({subject: measure(number, subject) for subject in order})
+        order.reverse()
+    return results
+
+
+def report(
+    path: Path | None, packages: Iterable[str], tables: dict[str, Sequence[dict[str, Any]]], **figures: Any
+) -> None:
+    """Print the machine and all tables. Unless `path` is None, write them and further figures to it, as JSON.
+
+    The facts of the machine include versions of the installed `packages`, and those in `figures["machine"]`.
+    """
+    machine = describe_machine(packages) | figures.pop("machine", {})
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    for rows in filter(None, tables.values()):
+        print_table(rows)
+    if path is not None:
+        path.write_text(json.dumps({"machine": machine, **tables, **figures}, indent=1) + "\n", encoding="utf-8")
+
+
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
     """Return "cpu", "cores" that this process may use, "date", "python", and versions of the installed `packages`."""
-    from megatron_neobert.runtime.environment import installed_packages
-
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -37,7 +89,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows, at least one, as a text table. The keys of the first row are the columns; all rows must have them."""
+    """Print rows as a text table. The keys of the first row are the columns; all rows must have them."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -48,20 +100,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print(" | ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
-
-
-def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write figures as JSON; a path of None writes nothing."""
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
-def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any]]:
-    """Yield (round from 1, subject). Every second round is reversed, so that drifts affect all subjects alike."""
-    order = list(subjects)
-    for number in range(1, rounds + 1):
-        yield from ((number, subject) for subject in order)
-        order.reverse()
 
 
 def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
@@ -83,10 +121,3 @@ def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: i
     settings = PreprocessSettings((str(texts),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
     preprocess(plan_preprocessing(settings))
     return str(folder / "c_content_document"), str(vocabulary)
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1, as an argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)

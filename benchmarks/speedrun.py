@@ -19,8 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
-from benchmarks.shared import describe_machine, print_table, write_figures
-from megatron_neobert.cli import Parser
+from benchmarks.shared import build_parser, report
 from megatron_neobert.errors import DataError, run_command
 from megatron_neobert.inspection.plot import RunLog, read_run
 
@@ -39,22 +38,16 @@ class Finish:
 
 def main() -> None:
     """Print a line per recipe, and a line per comparison with the first recipe. Write both to --output if given."""
-    parser = Parser((__doc__ or "").partition("\n")[0])
+    parser = build_parser(__doc__)
     add = parser.add_argument
     add("recipes", nargs="+", type=Path, metavar="FOLDER", help="folder of a recipe, with one --save folder per seed")
     add("--target", type=float, required=True, help="validation loss to reach, in nats per masked token")
-    add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
     arguments = parser.parse_args()
     recipes = {folder.name: read_recipe(folder) for folder in arguments.recipes}
-    machine = describe_machine(PACKAGES)
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
     lines = [line_of(name, finishes, target=arguments.target) for name, finishes in recipes.items()]
-    print_table(lines)
     first, *later = recipes
     comparisons = [compare(first, recipes[first], name, recipes[name]) for name in later]
-    if comparisons:
-        print_table(comparisons)
-    write_figures(arguments.output, {"machine": machine, "recipes": lines, "comparisons": comparisons})
+    report(arguments.output, PACKAGES, {"recipes": lines, "comparisons": comparisons})
 
 
 def read_recipe(folder: Path) -> dict[str, Finish]:
@@ -125,10 +118,8 @@ def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[s
 
 def p_below(differences: Sequence[float]) -> float:
     """Return the p-value of an exact one-sided sign-flip test that the mean difference is below 0."""
-    magnitudes = [abs(difference) for difference in differences]
     observed = sum(differences) + 1e-12  # rounding must not exclude the observed pattern itself
-    patterns = itertools.product((-1, 1), repeat=len(magnitudes))
-    sums = [sum(sign * size for sign, size in zip(signs, magnitudes, strict=True)) for signs in patterns]
+    sums = [sum(signed) for signed in itertools.product(*((size, -size) for size in differences))]
     return sum(total <= observed for total in sums) / len(sums)
 
 

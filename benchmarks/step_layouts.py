@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint_conversion.checkpoint import load_into_megatron, model_shape, reference_config
 from checkpoint_conversion.mapping import NEOBERT, to_internal
@@ -65,20 +66,24 @@ def passes_in_each_layout(batches: RankBatches, capacity_per_pass: int) -> dict[
         "lengths": tokens of each document. "packed": `batches`, unchanged. "padded": RankBatches with one document per
         row. "reference": list of `Padded`, inputs of the reference model.
     """
-    documents = split_documents(batches.micro_batches)
-    width = max(len(tokens) for tokens, _ in documents)
+    documents, labels = split_documents(batches.micro_batches)
+    lengths_b = torch.tensor([len(document) for document in documents])
+    tokens_bs = pad_sequence(documents, batch_first=True)  # the id of [PAD] is 0
+    labels_bs = pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
+    width = tokens_bs.shape[1]
+    inputs = (tokens_bs, torch.arange(width) < lengths_b[:, None], labels_bs)
     size = max(1, capacity_per_pass // width)
-    padded = [to_padded(documents[first : first + size], width) for first in range(0, len(documents), size)]
+    padded = list(zip(*(tensor.split(size) for tensor in inputs), strict=True))
     return {
-        "lengths": [len(tokens) for tokens, _ in documents],
+        "lengths": lengths_b.tolist(),
         "packed": batches,
         "padded": replace(batches, micro_batches=[one_document_per_row(*tensors) for tensors in padded]),
         "reference": padded,
     }
 
 
-def split_documents(micro_batches: list[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-    """Return token ids and labels of every document, int64 [s]. Labels are IGNORED_LABEL except at masked tokens."""
+def split_documents(micro_batches: list[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return token ids and labels of all documents, int64 [s]. Labels are IGNORED_LABEL except at masked tokens."""
     tokens: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in micro_batches:
@@ -88,22 +93,11 @@ def split_documents(micro_batches: list[MicroBatch]) -> list[tuple[Tensor, Tenso
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
         tokens += batch.tokens_t[: batch.real_tokens].split(lengths)
         labels += labels_t[: batch.real_tokens].split(lengths)
-    return list(zip(tokens, labels, strict=True))
-
-
-def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
-    """Pad (ids, labels) of documents to `width`: ids with 0, labels with IGNORED_LABEL. The mask is True at tokens."""
-    tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # the id of [PAD] is 0
-    labels_bs = torch.full_like(tokens_bs, IGNORED_LABEL)
-    for row, (tokens, labels) in enumerate(documents):
-        tokens_bs[row, : len(tokens)] = tokens
-        labels_bs[row, : len(labels)] = labels
-    lengths_b = torch.tensor([len(tokens) for tokens, _ in documents])
-    return tokens_bs, torch.arange(width) < lengths_b[:, None], labels_bs
+    return tokens, labels
 
 
 def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> MicroBatch:
-    """Convert a result of `to_padded` to a MicroBatch, in which the padding of each row is a separate document."""
+    """Convert padded documents to a MicroBatch, in which the padding of each row is a separate document."""
     rows, width = tokens_bs.shape
     starts_b = torch.arange(rows) * width
     bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])

@@ -1,9 +1,11 @@
 """The tiny model that tests train, 2 layers x 64, rows of 128 tokens, 8 rows per iteration; and corpora for it."""
 
-import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from json_files import write_jsonl
 
 from megatron_neobert.config.schema import (
     CheckpointConfig,
@@ -43,13 +45,19 @@ class TinyCorpus(NamedTuple):
     vocab_size: int
 
 
+def made_up_texts(count: int, *, letters: str = "abcdefghij") -> list[str]:
+    """Return texts of 5 to 60 words out of 300, the same in every call."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices(letters, k=rng.randint(2, 7))) for _ in range(300)]
+    return [" ".join(rng.choices(words, k=rng.randint(5, 60))) for _ in range(count)]
+
+
 def build_corpus(folder: Path, texts: Sequence[str], *, name: str, vocab_size: int) -> TinyCorpus:
     """Written by the real tools, with a tokenizer learned from the texts."""
     from megatron_neobert.data.preprocessing.run import PreprocessSettings, plan_preprocessing, preprocess
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
-    shard = folder / "shard.jsonl"
-    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
+    shard = write_jsonl(folder / "shard.jsonl", ({"content": text} for text in texts))
     tokenizer = train_wordpiece(texts, vocab_size=vocab_size, lowercase=True, min_frequency=2)
     tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
     settings = PreprocessSettings(

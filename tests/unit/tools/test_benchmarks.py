@@ -1,64 +1,44 @@
 """The benchmarks: counts match the files, tools that do other work are refused, and tables add up. Nothing is timed."""
 
 import json
-import random
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call, run, run_forked
 from json_files import read_json
+from tests_tiny import made_up_texts
 from unit.evaluation.mteb_inputs import make_encoder
 
 from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
 from benchmarks.benchmark_preprocessing import Measured
 from benchmarks.published_scores import TASK
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError
 
 # --- preprocessing
 
 
-class Inputs(NamedTuple):
-    files: list[str]
-    texts: list[str]
-    vocabulary: Path
-
-    @property
-    def flags(self) -> list[str]:
-        return ["--input", *self.files, "--tokenizer-model", str(self.vocabulary)]
-
-    @property
-    def tokens(self) -> int:
-        return len(load_tokenizer(self.vocabulary).encode_batch(self.texts).ids)
+# One document is empty, and one has the names of special tokens.
+TEXTS = [*map(str.capitalize, made_up_texts(78)), "", "The [MASK] of [SEP] is [CLS], naïve."]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Inputs:
-    """Two files of 40 documents, 10 kB. One document is empty, and one has the names of special tokens."""
-    folder = tmp_path_factory.mktemp("benchmark_inputs")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 7))) for _ in range(200)]
-    texts = [" ".join(rng.choices(words, k=rng.randint(3, 50))).capitalize() for _ in range(78)]
-    texts += ["", "The [MASK] of [SEP] is [CLS], naïve."]
-    files = [str(folder / f"{number}.parquet") for number in range(2)]
-    for number, file in enumerate(files):
-        pq.write_table(pa.table({"content": texts[40 * number :][:40]}), file)
-    tokenizer = train_wordpiece(texts, vocab_size=150, lowercase=True, min_frequency=2)
-    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
-    return Inputs(files, texts, folder / "tokenizer")
+@pytest.fixture
+def inputs(tiny_corpus, tmp_path) -> tuple[object, ...]:
+    """Write two files of 40 documents, and return the flags that name them."""
+    for number in range(2):
+        pq.write_table(pa.table({"content": TEXTS[40 * number :][:40]}), tmp_path / f"{number}.parquet")
+    return "--input", tmp_path / "*.parquet", "--tokenizer-model", tiny_corpus.tokenizer
 
 
-def test_tools_that_wrote_the_same_ids_are_compared(inputs, tmp_path):
+def test_tools_that_wrote_the_same_ids_are_compared(inputs, tiny_corpus, tmp_path):
     file = tmp_path / "figures.json"
     flags = ("--tools", "ours-fast", "ours-plain", "--rounds", 1, "--output", file)
-    code, output, errors = run("benchmarks/benchmark_preprocessing.py", *inputs.flags, *flags)
+    code, output, errors = run("benchmarks/benchmark_preprocessing.py", *inputs, *flags)
     assert code == 0, errors
-    figures, expected = json.loads(file.read_text()), inputs.tokens
-    assert figures["corpus"] == {"documents": 80, "text_bytes": sum(len(text.encode()) for text in inputs.texts)}
+    figures, expected = json.loads(file.read_text()), len(load_tokenizer(tiny_corpus.tokenizer).encode_batch(TEXTS).ids)
+    assert figures["corpus"] == {"documents": 80, "text_bytes": sum(len(text.encode()) for text in TEXTS)}
     assert figures["tokens"] == expected
     assert [(row["tool"], row["workers"]) for row in figures["table"]] == [("ours-fast", 1), ("ours-plain", 1)]
     for row, ran in zip(figures["table"], figures["runs"], strict=True):
@@ -75,7 +55,7 @@ def test_a_tool_that_writes_another_number_of_tokens_is_refused(inputs, tmp_path
     run = Measured("", 1, wall_seconds=1.0, cpu_seconds=1.0, peak_bytes=0, documents=80, tokens=0, ids_sha256=None)
     monkeypatch.setattr(benchmark_preprocessing, "measure", lambda tool, *_: replace(run, tool=tool, tokens=len(tool)))
     flags = ("--tools", "ours-fast", "ours-plain", "--output", tmp_path / "figures.json")
-    code, output, errors = call("benchmarks/benchmark_preprocessing.py", *inputs.flags, *flags)
+    code, output, errors = call("benchmarks/benchmark_preprocessing.py", *inputs, *flags)
     assert code == DataError.exit_code
     assert "different numbers of tokens: ours-fast (1 worker) 9, ours-plain (1 worker) 10" in errors
     assert "MB/s" not in output and not (tmp_path / "figures.json").exists()
@@ -107,21 +87,24 @@ def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
 
 
 def test_the_table_has_medians_of_the_steps_and_the_loss_gap_compares_steps_of_the_same_round():
-    timings = [
-        benchmark_step.Timing(8, layout, 6, capacity, flops=3e12, seconds=seconds, loss=loss, peak_bytes=0)
-        for layout, capacity, seconds, losses in (
-            ("packed", 8, 2.0, (2.0, 4.0)),
-            ("padded", 24, 6.0, (2.0, 4.4)),
-            ("reference", 24, 12.0, (2.0, 4.0)),
-        )
-        for loss in losses
+    layouts = (
+        ("packed", 8, 2.0, (2.0, 4.0)),
+        ("padded", 24, 6.0, (2.0, 4.4)),
+        ("reference", 24, 12.0, (2.0, 4.0)),
+    )
+    rounds = [
+        {
+            layout: benchmark_step.Timing(8, layout, 6, capacity, 3e12, seconds, losses[number], peak_bytes=0)
+            for layout, capacity, seconds, losses in layouts
+        }
+        for number in range(2)
     ]
-    table = benchmark_step.summarise(timings, peak_tflops=3)
+    table = benchmark_step.summarise(rounds, peak_tflops=3)
     assert [row["TFLOP/s"] for row in table] == [1.5, 0.5, 0.25]
     assert [row["% MFU"] for row in table] == [50, pytest.approx(100 / 6), pytest.approx(25 / 3)]
     assert [row["packed is faster by"] for row in table] == [1, 3, 6]
     assert [row["% unused"] for row in table] == [25, 75, 75]
-    assert benchmark_step.largest_loss_gap(timings) == pytest.approx(0.1)
+    assert benchmark_step.largest_loss_gap(rounds) == pytest.approx(0.1)
 
 
 def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
