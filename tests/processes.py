@@ -78,7 +78,7 @@ def run_command(
         streams = (output.fileno(), output.fileno())
         call = _Call(_run_main, (module, words), {**clean_environment(), **(environment or {})}, streams)
         use_server(preload)
-        process = get_context("forkserver").Process(target=_run, args=(call,))
+        process = get_context("forkserver").Process(target=call)
         process.start()
         process.join(limit_seconds)
         if process.is_alive():
@@ -134,10 +134,6 @@ class _Call:
 
 def _run_rank(rank: int, call: _Call) -> None:
     call.environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    call()
-
-
-def _run(call: _Call) -> None:
     call()
 
 

@@ -1,8 +1,6 @@
 """Shell scripts parse and have a help text; the examples start, with --dry-run or a tiny model."""
 
-import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,9 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY
 from distributed.training_command import environment
+from json_files import write_jsonl
 from security.good_inputs import write_eurobert
+from tests_tiny import made_up_texts
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
@@ -82,10 +82,8 @@ def test_continued_pre_training_converts_once(tiny_corpus, tmp_path):
 
 
 def test_custom_language_prepares_raw_text_and_skips_finished_steps(tmp_path):
-    rng = random.Random(0)
-    words = ["".join(rng.choices("aäeioöuklmnprstvy", k=rng.randint(2, 8))) for _ in range(300)]
-    texts = [" ".join(rng.choices(words, k=rng.randint(5, 80))) for _ in range(300)]
-    (tmp_path / "shard.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = made_up_texts(300, letters="aäeioöuklmnprstvy")
+    write_jsonl(tmp_path / "shard.jsonl", ({"text": text} for text in texts))
     flags = ("*.jsonl", "out", "--dry-run", *TINY.split())
     variables = {"VOCAB_SIZE": "400", "WORKERS": "1", "LOWERCASE": "0", "TEXT_KEY": "text"}
     plan = succeed("custom_language.sh", *flags, cwd=tmp_path, **variables)

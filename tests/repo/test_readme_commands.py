@@ -4,7 +4,6 @@ README's way from raw shards to a model, and its quick start, are walked in orde
 """
 
 import os
-import random
 import re
 import shlex
 import shutil
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import REPOSITORY
 from test_tutorial import TINY
+from tests_tiny import made_up_texts
 
 from megatron_neobert.__main__ import find_command
 
@@ -127,12 +127,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "bin" / "neobert").chmod(0o755)
     (place / "tools" / "prepare_environment.sh").unlink()
     (place / "tools" / "prepare_environment.sh").write_text(f"echo {shlex.quote(sys.executable)}\n")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(300)]
-    texts = [" ".join(rng.choices(words, k=rng.randint(5, 60))) for _ in range(300)]
     shards = place / "quickstart_run" / "shards"  # as the quickstart leaves them
     shards.mkdir(parents=True)
-    pq.write_table(pa.table({"content": texts}), shards / "shard.parquet")
+    pq.write_table(pa.table({"content": made_up_texts(300)}), shards / "shard.parquet")
     return place
 
 
