@@ -105,28 +105,21 @@ def read_numbers() -> dict[str, dict[str, float]]:
     }
 
 
-def draw_box(axes: Axes, left: float, width: float, name: str, text: str) -> None:
-    """Draw a box of height 8.6 with a bold name and a text below it."""
-    box = FancyBboxPatch(
-        (left, 0.6), width, 8.6, boxstyle="round,pad=0,rounding_size=0.8", facecolor="#f3f6f8", edgecolor=PEER
-    )
-    axes.add_patch(box)
-    centre = left + width / 2
-    axes.text(centre, 7.2, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
-    axes.text(centre, 3.5, text, ha="center", va="center", fontsize=8.5, color=MUTED, linespacing=1.4)
-
-
 def draw_chain(axes: Axes, boxes: Sequence[tuple[str, str]]) -> None:
-    """Draw boxes from left to right with an arrow between each two."""
+    """Draw boxes from left to right, each with a bold name and a text below it, and an arrow between each two."""
     axes.set(xlim=(-0.3, 100.3), ylim=(0, 10))
     axes.axis("off")
     gap = 3.5
     width = (100 + gap) / len(boxes) - gap
+    style = {"boxstyle": "round,pad=0,rounding_size=0.8", "facecolor": "#f3f6f8", "edgecolor": PEER}
+    arrow = {"arrowstyle": "-|>", "color": MUTED, "lw": 1.2}
     for number, (name, text) in enumerate(boxes):
         left = number * (width + gap)
-        draw_box(axes, left, width, name, text)
+        centre = left + width / 2
+        axes.add_patch(FancyBboxPatch((left, 0.6), width, 8.6, **style))
+        axes.text(centre, 7.2, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
+        axes.text(centre, 3.5, text, ha="center", va="center", fontsize=8.5, color=MUTED, linespacing=1.4)
         if number:
-            arrow = {"arrowstyle": "-|>", "color": MUTED, "lw": 1.2}
             axes.annotate("", (left - 0.3, 4.9), (left - gap + 0.3, 4.9), arrowprops=arrow)
 
 
