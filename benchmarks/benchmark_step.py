@@ -141,7 +141,7 @@ def measure(settings: Settings, arguments: argparse.Namespace, flags: list[str])
     rounds: list[dict[str, Timing]] = []
     for seq_length in arguments.seq_length:
         micro, total = batch_sizes(seq_length, arguments)
-        of_length = settings.with_section("training", micro_batch_size=micro, global_batch_size=total)
+        of_length = run.settings.with_section("training", micro_batch_size=micro, global_batch_size=total)
         # The model does not depend on the length.
         stream = run.training_stream.with_settings(of_length.with_section("data", seq_length=seq_length))
         for number, batches in enumerate(islice(stream.rank_batches(), arguments.rounds + 1)):
