@@ -22,9 +22,9 @@ run=$(cd "$3" && pwd -P)
 data=$1 tokenizer=$2 glue=${4-}
 export PYTHON=${PYTHON:-python3}
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    config=$repository/examples/configs/half_hour.yaml dtype=bfloat16 rate=1e-4
+    config=$repository/examples/configs/half_hour.yaml dtype=bfloat16 rate=1e-4 texts=400
 else # an hour of training on two cores
-    config=$repository/examples/configs/cpu_hour.yaml dtype=float32 rate=3e-4
+    config=$repository/examples/configs/cpu_hour.yaml dtype=float32 rate=3e-4 texts=100
     export NPROC_PER_NODE=${NPROC_PER_NODE:-2}
 fi
 config=${CONFIG:-$config}
@@ -98,7 +98,7 @@ for process in "${processes[@]}"; do wait "$process" || { tail -n 5 "$run"/fine_
 
 stage "Pseudo-perplexity of held-out texts, throughput, report"
 neobert evaluate ppl --model "${models[@]}" --data "$held_out" --output "$run/results" --positions-per-doc 32 \
-    --limit 400 --dtype "$dtype"
+    --limit "$texts" --dtype "$dtype"
 neobert evaluate throughput --model "$trained" --output "$run/results" --lengths 128 512 --batch-sizes 32 128 --dtype "$dtype"
 neobert report --results "$run/results" --output "$run/report"
 stage "Done: $run/report"
