@@ -91,7 +91,7 @@ fine_tune() { # fine_tune MODEL: a process of its own, because small models leav
 }
 processes=()
 for model in "${models[@]}"; do
-    fine_tune "$model" >"$run/fine_tuning-${model##*/}.log" 2>&1 &
+    OMP_NUM_THREADS=$((($(nproc) + 4) / 5)) fine_tune "$model" >"$run/fine_tuning-${model##*/}.log" 2>&1 &
     processes+=($!)
 done
 for process in "${processes[@]}"; do wait "$process" || { tail -n 5 "$run"/fine_tuning-*.log >&2; exit 1; }; done
