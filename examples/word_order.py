@@ -20,7 +20,7 @@ SPLITS = {"train": 7000, "validation": 1000, "test": 1000}
 
 def read_sentences(path: Path, column: str) -> list[str]:
     """Return the different sentences of 8 to 40 words, without line breaks."""
-    sentences = {}
+    sentences: dict[str, None] = {}
     for text in pyarrow.parquet.read_table(path, columns=[column])[column].to_pylist():
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(text.split())):
             # Letters and commas alone: a misplaced bracket or quotation mark would show the swap.
@@ -48,7 +48,7 @@ def main() -> None:
     sentences = read_sentences(options.texts, options.column)
     generator = random.Random(0)
     generator.shuffle(sentences)
-    rows = []
+    rows: list[dict[str, str]] = []
     for sentence in sentences:
         swapped = swap_neighbours(sentence, generator)
         if swapped != sentence:
