@@ -29,7 +29,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from benchmarks.shared import build_parser, report, write_corpus
-from megatron_neobert.config.cli import parse_command_line, run_flags
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, run_command
 
@@ -63,6 +62,8 @@ def main() -> None:
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and flags of `neobert train`, which replace settings. Raise ConfigError for other flags."""
+    from megatron_neobert.config.cli import run_flags
+
     parser = build_parser(__doc__, rounds=3, also=run_flags())
     add = parser.add_argument
     add_int = partial(add, type=int, metavar="N")
@@ -88,6 +89,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def build_settings(arguments: argparse.Namespace, flags: list[str], folder: Path) -> Settings:
     """Write a corpus to `folder`, and return the settings of a run on it at the largest --seq-length."""
+    from megatron_neobert.config.cli import parse_command_line
+
     longest = max(arguments.seq_length)
     prefix, vocabulary = write_corpus(
         folder,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run_command, run_on_ranks
@@ -21,7 +22,7 @@ from training_command import SCRIPT, flags_of
 
 from megatron_neobert.checkpoint.folder import list_checkpoints
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model import initialization
+from megatron_neobert.model import neobert
 from megatron_neobert.training import loop
 
 STOP = ITERATIONS // 2
@@ -47,14 +48,17 @@ CASES = {
 def forbid_drawing() -> None:
     """Let this process fail if it draws initial weights."""
 
-    def draw(name, *_: object, **__: object) -> None:
-        raise AssertionError(f"drew {name}")
+    initialize = neobert.initialize_weights
 
-    initialization._draw = draw
+    def check(model: Any, *, seed: int | None, **options: Any) -> None:
+        assert seed is None, "drew initial weights"
+        initialize(model, seed=seed, **options)
+
+    neobert.initialize_weights = check
 
 
 def test_only_a_fresh_run_draws_initial_weights(settings):
-    with pytest.raises(ProcessRaisedException, match="drew embedding"):
+    with pytest.raises(ProcessRaisedException, match="drew initial weights"):
         train_on_ranks(settings("fresh"), prepare=forbid_drawing)
     # The tests below resume with `forbid_drawing`.
 

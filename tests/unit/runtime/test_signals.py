@@ -47,7 +47,7 @@ def end_while_waiting(
         streams = (output.fileno(), output.fileno())
         call = processes._Call(wait_for_rank_1, (prepare, store.port), dict(os.environ), streams)
         processes.use_server()
-        process = get_context("forkserver").Process(target=processes._run, args=(call,))
+        process = get_context("forkserver").Process(target=call)
         process.start()
         try:
             # gloo stores its address just before it waits.
