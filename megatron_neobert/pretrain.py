@@ -22,7 +22,7 @@ def main() -> int:
     """Train with the settings in `sys.argv`, or print the plan with --dry-run. Collective: all ranks.
 
     Returns:
-        0 at the end of training or after the plan, 75 after a stop with a checkpoint, 130 without a checkpoint.
+        0 after training or the plan, 75 if stopped after saving a checkpoint, 130 if stopped without one.
     """
     # The imports below take seconds.
     signals.install_signal_handlers()

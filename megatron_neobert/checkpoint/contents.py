@@ -119,12 +119,12 @@ class StoredTensors:
         return main if main in self.shapes and self.shapes[main] == self.shapes.get(name) else name
 
     def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
-        """Copy a slice of a stored tensor into `into`, whose shape is the slice's size, and convert to its dtype.
+        """Copy a slice of a stored tensor into `into`, which has the slice's shape and sets the dtype.
 
         Args:
             offsets: Start of the slice in the stored tensor.
-            is_padded: The slice may extend beyond the stored tensor and is zero there. The padded vocabulary size
-                depends on the layout.
+            is_padded: Fill with zeros where the slice extends beyond the stored tensor, because the padded vocabulary
+                size depends on the layout.
 
         Raises:
             CheckpointError: There is no such tensor or slice, or a file cannot be read.

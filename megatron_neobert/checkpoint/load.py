@@ -55,8 +55,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     the checkpoint.
 
     Args:
-        has_new_data: The checkpoint is of --continue-from, so its data may differ from this run's. If they differ, this
-            run starts at the beginning of its data.
+        has_new_data: The checkpoint comes from --continue-from, so its data may differ from this run's. If they differ,
+            this run starts at the beginning of its data.
 
     Collective: all ranks.
     """

@@ -162,9 +162,9 @@ class Saver:
 
 
 def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:
-    """Write a rank's boxes to `path` and up to two more files, and return the records of the files by name.
+    """Write a rank's boxes to `path` and, if needed, to up to two numbered files beside it.
 
-    Without boxes, no file is written.
+    Return the record of each file by name. Without boxes, no file is written.
     """
     records = {}
     for number, file in enumerate(assign_to_files(boxes)):

@@ -43,7 +43,8 @@ class TrainTokenizerOptions:
 def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """Train a WordPiece vocabulary on raw text files, for languages without a suitable published vocabulary.
 
-    Write the tokenizer's files to the folder --output, and print a summary.
+    Write the tokenizer's files to the folder --output, and print a summary. Raise OutputError if the folder has such
+    files already.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:

@@ -220,9 +220,9 @@ class Scorer:
 
 
 def measure_document(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
-    """Score a document with one masked token at a time, and return its result. Copies of the document form batches.
+    """Mask each of `document.positions` in its own copy of the document, score the copies, and return the result.
 
-    A batch has at most `batch_tokens` tokens, or one copy of a longer document. `progress` advances by its tokens.
+    A batch has as many copies as fit into `batch_tokens`, at least one. `progress` advances by each batch's tokens.
     """
     length, losses = len(document.ids_s), list[float]()
     size = max(1, batch_tokens // length)

@@ -235,11 +235,11 @@ def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def _best_points(records: Sequence[Record], *, metric: str | None = None) -> list[str]:
-    """Return Markdown blocks: the best point of each task, and a warning if models have other settings.
+    """Return Markdown blocks: the best point of each task, and a warning if the models' settings differ.
 
-    Values of `metric` on the validation set and the test set have columns of their own; without it, the score has one.
-    Seeds and steps belong to the runs of the best point. The column "weights kept" names the weights of the best single
-    run, which may belong to another point.
+    The table has a validation and a test column for `metric`, or a single column for the score. Seeds and steps belong
+    to the runs of the best point. The column "weights kept" names the weights of the best single run, which may belong
+    to another point.
     """
     rows, settings_of = [], dict[str, list[dict[str, Any]]]()  # task -> settings of each model
     for record in records:

@@ -38,8 +38,8 @@ def run_throughput(options: ThroughputOptions) -> None:
 def evaluate_model(name: str, folder: Path, options: ThroughputOptions) -> Path:
     """Measure a model at each length and batch size, write its record, and return the record's path.
 
-    On a CPU, batches of more tokens than both CPU_MAX_TOKENS and the longest length are skipped. Raises ConfigError if
-    no length remains or flash attention is used with float32.
+    On a CPU, batches with more tokens than the larger of CPU_MAX_TOKENS and the longest length are skipped. Raise
+    ConfigError if no length remains or flash attention is used with float32.
     """
     model = load_model(folder, "AutoModel", options)
     device = model.device

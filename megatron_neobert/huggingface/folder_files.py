@@ -34,10 +34,10 @@ _POOLING = {
 
 
 def restore_files(folder: Path, source: Path) -> None:
-    """Replace the tokenizer files of a fine-tuned model by the files of `source`, the folder from which it started.
+    """Replace a fine-tuned model's tokenizer files by those of `source`, the folder from which it was trained.
 
-    config.json is written as `write_config` does. Raises OSError if a file cannot be written, and ConversionError if a
-    file is a link out of `source`.
+    Its chat template is deleted, and its config.json rewritten by `write_config`. Raise OSError if a file cannot be
+    written, and ConversionError if a file is a link that points outside `source`.
     """
     for name in (*ALL_TOKENIZER_FILES, "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
@@ -61,9 +61,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copy the files of a model that match a pattern, also in subfolders, but no chat templates (programs).
+    """Copy a model's files that match `patterns`, which may name a subfolder.
 
-    Raise OSError if a file cannot be written, and ConversionError if a file is a link out of `source`.
+    `chat_template` is left out of tokenizer_config.json, because it is a program. Raise OSError if a file cannot be
+    written, and ConversionError if a file is a link that points outside `source`.
     """
     for path in (path for pattern in patterns for path in source.glob(pattern) if path.is_file()):
         refuse_outside(path, source)
@@ -91,9 +92,9 @@ def write_module_files(
     """Write the files that `SentenceTransformer(folder)` reads, except the weights of Dense layers.
 
     Args:
-        folder: Has config.json. A `neobert` folder must be loaded with trust_remote_code=True.
+        folder: Must have config.json. A `neobert` folder must be loaded with trust_remote_code=True.
         max_seq_length: Tokens after which texts are truncated.
-        pooling: Configuration of the pooling in the format of version 6.
+        pooling: Configuration of the pooling in the format of sentence-transformers 6.
         more_modules: Classes after the pooling, Dense or Normalize.
         prompts: Prompts by name.
     """

@@ -136,7 +136,8 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
 def series(run: RunLog, metric: str) -> tuple[list[int], list[float]]:
     """Return the iterations in increasing order, and the metric's value at each iteration.
 
-    Validation metrics have the iterations that logged them. Other metrics have every interval, NaN where missing.
+    For a validation metric, return only the iterations that logged it. For any other metric, return every logged
+    interval, with NaN where the metric is missing.
     """
     pairs = {
         iteration: values.get(metric, math.nan)

@@ -86,10 +86,10 @@ def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage:
 
 
 def gradient_buckets(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[int]:
-    """Return the parameters of each gradient bucket of a rank, with padding, in the order of the backward pass.
+    """Return the padded parameter count of each gradient bucket on a rank, in the order of the backward pass.
 
     Source: megatron-core 0.16.1 distributed/param_and_grad_buffer.py, and distributed_data_parallel.py, which uses a
-    single bucket without overlap and after the first pipeline stage.
+    single bucket if overlap is off, or on any pipeline stage but the first.
     """
     parallel = settings.parallel
     replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
@@ -107,7 +107,7 @@ def gradient_buckets(settings: Settings, *, vocab_size: int, world_size: int, st
 
 
 def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> Iterator[int]:
-    """Yield the parameters of each tensor of a rank, from the last layer to the first."""
+    """Yield the parameter count of each tensor on a rank, from the last layer to the first."""
     model, tp = settings.model, settings.parallel.tensor_model_parallel_size
     hidden, stages = model.hidden_size, settings.parallel.pipeline_model_parallel_size
     rows = model.padded_vocab_size(vocab_size, tensor_parallel=tp) // tp

@@ -35,7 +35,10 @@ _ADAM_OPTIONS = ("betas", "eps", "bias_correction", "step")  # options of a para
 
 
 def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
-    """Build Megatron's Adam, AdamW or Muon with AdamW for all parameters of the model. Collective: all ranks."""
+    """Build the optimizer of all parameters: Megatron's Adam or AdamW, or Muon combined with AdamW.
+
+    Collective: all ranks.
+    """
     # Megatron then uses FusedAdam in the code path for Transformer Engine's optimizer, which runs on CUDA only.
     megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False

@@ -119,7 +119,10 @@ class BatchPhase:
         return cursor if is_same else self.next_window(cursor)
 
     def pack_window_at(self, cursor: Cursor) -> PackedSequences:
-        """Return the packed sequences of the window of a cursor. Raise CheckpointError if it has none at the cursor."""
+        """Return all packed sequences of the cursor's window, shuffled.
+
+        Raise CheckpointError if the window does not exist or is too short for the cursor.
+        """
         if cursor.window < self.windows:
             packed = self.pack(self.documents(epoch=cursor.epoch, window=cursor.window))
             if cursor.sequence <= len(packed):

@@ -265,7 +265,7 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dic
 
 
 def _type_of(arrow_type: "pa.DataType") -> str:
-    """Return "a number", "a text" or "true or false". For any other type, return its name in Arrow."""
+    """Return "a number", "a text" or "true or false", or Arrow's name for any other type."""
     from pyarrow import types
 
     if types.is_dictionary(arrow_type):
@@ -283,7 +283,7 @@ def attributes_folder(corpus: Corpus) -> JobFolder:
 
 
 def is_added(corpus: Corpus, origin: str, name: str) -> bool:
-    """Return True if an attribute of this origin was added already.
+    """Return True if the corpus already has an attribute from the same `origin`.
 
     Otherwise, raise ConfigError if the corpus has an attribute `name`, or an expression could not name it.
     """
@@ -299,7 +299,7 @@ def is_added(corpus: Corpus, origin: str, name: str) -> bool:
 
 
 def add_attribute(corpus: Corpus, origin: str, name: str, values: Sequence[Any] | NDArray[Any]) -> None:
-    """Add an attribute with one value per document to a corpus, unless it has one of this origin.
+    """Add an attribute, one value per document. Do nothing if the corpus already has one from the same `origin`.
 
     `origin` states what computed the attribute, for the manifest. Raise DataError if the corpus has been written again
     since it was opened. The file gets its name before the manifest lists it, so a kill at any moment leaves the corpus

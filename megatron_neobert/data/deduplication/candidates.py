@@ -28,7 +28,10 @@ _SMALL_FAMILY = 8
 
 
 def pair_neighbours(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return pairs of positions in sorted `keys`: each position with the first and the previous one of equal key."""
+    """Pair each repeated key in sorted `keys` with its first occurrence and, if different, the one before it.
+
+    Return positions, shape (pairs, 2), the earlier position first.
+    """
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     firsts = np.searchsorted(keys, keys[repeats])
     with_first = np.stack([firsts, repeats], axis=1)

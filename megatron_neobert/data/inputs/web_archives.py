@@ -129,9 +129,9 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields,
 
 
 def join_chunks(body: bytes) -> bytes:
-    """Return a body with chunked `Transfer-Encoding` as one piece.
+    """Join the chunks of a body that was sent with chunked `Transfer-Encoding`.
 
-    Archives often store the joined body under the header of the server, so a body without chunks is returned as it is.
+    Archives often join the chunks but keep the server's header, so a body without chunks is returned unchanged.
     """
     chunks, at = [], 0
     while (header := _CHUNK_HEADER.match(body, at)) and (size := int(header[1], 16)):

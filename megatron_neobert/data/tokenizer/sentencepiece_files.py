@@ -39,7 +39,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # ModelProt
 
 
 def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Return the back end of a model file and the name of each special token ("cls" -> "<s>").
+    """Read a model file, and return its back end and the text of each special token ("cls" -> "<s>").
 
     Special tokens that the model lacks are added after its vocabulary, with RoBERTa's names. Raise DataError if the
     model file or tokenizer_config.json is damaged, or the kind of the model is not supported.

@@ -143,8 +143,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
         """Return the concatenated ids of all texts (int32) and the length of each text. No special tokens are added.
 
-        The text of a special token, such as "[MASK]", is encoded as ordinary text. If the text is a piece of the model,
-        as in Unigram models, the unknown id replaces it. The result has no special id other than the unknown id.
+        The text of a special token, such as "[MASK]", is encoded as ordinary text. If that yields a special id, as a
+        Unigram model can, the unknown id replaces it. The result has no special id other than the unknown id.
         Raise DataError if the library cannot encode a text, because the tokenizer's file is damaged.
         """
         self.backend.encode_special_tokens = True  # set here, because pickling and copying lose it
@@ -295,7 +295,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
             distinct words.
         vocab_size: Largest number of ids. Small texts give fewer.
         lowercase: Lower-case and strip accents, in training and in use.
-        min_frequency: Least number of occurrences of two pieces that are merged into one.
+        min_frequency: How often two pieces must occur together before they are merged.
 
     Raises:
         ConfigError: The special tokens and characters need more ids than `vocab_size`.
