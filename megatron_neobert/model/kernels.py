@@ -60,7 +60,10 @@ class Kernels:
 
 @functools.cache
 def detect_hardware() -> Hardware:
-    """Return the GPU and the optional packages that this process can use. With CUDA, import the packages and record failed imports."""
+    """Return the GPU and the optional packages of this process.
+
+    With CUDA, import the packages and record failed imports.
+    """
     if not torch.cuda.is_available():
         return Hardware(foreign_apex=_foreign_apex())
     capability = torch.cuda.get_device_capability()
@@ -161,7 +164,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
 
 @functools.cache
 def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
-    """Choose the packed-attention kernel of local layers in bfloat16, `width` channels per head, and name it for the log.
+    """Return the packed-attention kernel of local layers in bfloat16 with `width` channels per head, and its name.
 
     The kernel is FlashAttention 4 if the package flash-attn-4 is installed and agrees with attention in fp32 on the
     current CUDA device, gradients included. Otherwise it is torch's FlashAttention 2, and the name includes the
