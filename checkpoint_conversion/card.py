@@ -21,7 +21,7 @@ _TEMPLATE = Path(__file__).with_name("model_card_template.md")
 
 
 def write_model_card(folder: Path) -> None:
-    """Write README.md of a folder that `export` has written, from its other files."""
+    """Write README.md into an exported folder. The card's content comes from the other files of the folder."""
     config, tokenizer = read_object(folder / "config.json"), read_object(folder / "tokenizer_config.json")
     report = read_object(folder / REPORT)
     is_pooled = (folder / "modules.json").is_file()

@@ -49,7 +49,7 @@ _NOT_COMPARED = ("init_method_range", "make_vocab_size_divisible_by", "ffn_hidde
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Content of one checkpoint; `tensors` are its weights under the internal names of mapping.py."""
+    """Content of one checkpoint. `tensors` maps the internal names of mapping.py to weights."""
 
     folder: Path
     settings: Settings
@@ -74,7 +74,7 @@ class MegatronCheckpoint:
         return min(phase_at(self.settings, self.iteration).settings.data.seq_length, context)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
-        """Return the plain PyTorch model in evaluation mode, with these weights rounded to `dtype`, stored in fp32."""
+        """Return the model in plain PyTorch, in evaluation mode, with weights rounded to `dtype` and stored in fp32."""
         rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
         # Checks the weights before a model is built, because settings.yaml can ask for a model of any size.
         published = to_published(rounded, self.shape, NEOBERT)
@@ -92,9 +92,9 @@ def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
-    """Return settings with which ReferenceNeoBERT computes the function of a run's model with `vocab_size` tokens.
+    """Return the ReferenceConfig that is equivalent to a run's model settings, for `vocab_size` tokens.
 
-    Raise ConversionError if it cannot.
+    Raise ConversionError if the model's layers differ from NeoBERT's.
     """
     model = settings.model
     refuse_other_layers(model, "the model")
@@ -111,9 +111,9 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
 
 
 def refuse_other_layers(model: ModelConfig, source: str) -> None:
-    """Raise ConversionError if ReferenceNeoBERT, and so the comparison of an exported model, computes another function.
+    """Raise ConversionError if the model's layers differ from the layers that ReferenceNeoBERT computes.
 
-    A setting that this module does not list is refused with any value.
+    A setting that this module does not list is refused, whatever its value.
 
     Args:
         source: Where the model comes from, for the message.
@@ -132,11 +132,11 @@ def refuse_other_layers(model: ModelConfig, source: str) -> None:
 
 
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
-    """Verify and read the checkpoint of `iteration` in a --save folder, or the newest if it is None.
+    """Verify and read one checkpoint of a --save folder. If `iteration` is None, read the newest checkpoint.
 
     A weight that is stored in less than fp32 is replaced by its fp32 copy in the optimizer's state, if there is one.
-    Raises ConversionError if the layers are not NeoBERT's, or their number is not the number in the settings, and
-    CheckpointError if there are no weights.
+    Raises ConversionError if the layers are not NeoBERT's or their number differs from the settings, and
+    CheckpointError if the checkpoint contains no weights.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
@@ -195,13 +195,13 @@ def write_checkpoint(
 
 
 def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy weights, under the internal names of mapping.py, into a Megatron model that is not split over ranks."""
+    """Copy `tensors`, keyed by the internal names of mapping.py, into a Megatron model that is not split over ranks."""
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[stored_name(name)])
 
 
 def stored_name(name: str) -> str:
-    """Return a Megatron parameter's name in checkpoints. It differs only for the norms of local layers."""
+    """Return the name under which a checkpoint stores a Megatron parameter. Only norms of local layers are renamed."""
     # Imports megatron.core, which conversion does not need.
     from megatron_neobert.model.transformer_config import NORM_NAMES
 

@@ -71,12 +71,12 @@ class Prompts(NamedTuple):
 
     @property
     def packed(self) -> tuple[Tensor, Tensor]:
-        """The packed sequence of all prompts: token ids [t] and document starts [n], 0, ..., t in int32."""
+        """All prompts as one packed sequence: token ids [t], and int32 document bounds [n] from 0 to t."""
         present_bs = self.attention_mask_bs.bool()
         return self.tokens_bs[present_bs], F.pad(present_bs.sum(1).cumsum(0), (1, 0)).int()
 
     def unpack(self, logits_tv: Tensor) -> Tensor:
-        """Return logits of the packed sequence at their positions in the padded batch [b, s, v], zeros at padding."""
+        """Move the packed sequence's logits to the padded batch. Return [b, s, v], with zeros at padding."""
         logits_bsv = logits_tv.new_zeros(*self.tokens_bs.shape, logits_tv.shape[-1])
         logits_bsv[self.attention_mask_bs.bool()] = logits_tv
         return logits_bsv
@@ -109,7 +109,7 @@ def to_table(comparisons: Mapping[str, Comparison]) -> str:
 
 
 def build_prompts(vocab_size: int, *, longest: int, lengths: Sequence[int] = ()) -> Prompts:
-    """Return random prompts of these lengths, else of PROMPT_TOKENS, cut at `longest`. Each call returns the same."""
+    """Return random prompts of `lengths` tokens (default: PROMPT_TOKENS), cut at `longest`. The seed is fixed."""
     generator = torch.Generator().manual_seed(0)
     lengths_b = torch.tensor(lengths or PROMPT_TOKENS).clamp(max=longest)
     tokens_bs = torch.randint(vocab_size, (len(lengths_b), int(lengths_b.max())), generator=generator)
@@ -122,7 +122,7 @@ def build_prompts(vocab_size: int, *, longest: int, lengths: Sequence[int] = ())
 
 @torch.no_grad()
 def compare_models(first: LogitModel, second: LogitModel) -> Checks:
-    """Return how the second model's logits, "padded" and "packed", differ from the first model's padded logits.
+    """Compare the second model's logits with the first model's padded logits. Return {"padded": ..., "packed": ...}.
 
     Both models run on the same fixed prompts, and must have vocabularies of the same size.
     """
@@ -147,17 +147,17 @@ def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Ten
 
 
 def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
-    """Describe every setting that differs, with both values."""
+    """Return a description, with both values, of each setting in COMPARED_SETTINGS that differs."""
     values = {name: (getattr(first.settings, name), getattr(second.settings, name)) for name in COMPARED_SETTINGS}
     return [f"{name} is {a!r} and {b!r}" for name, (a, b) in values.items() if a != b]
 
 
 @torch.no_grad()
 def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return {name: largest difference} of the tensors that are not equal bit for bit in fp32.
+    """Return {name: largest difference} for all tensors that are not equal bit for bit in fp32.
 
-    The difference is relative to the largest absolute value in the two tensors. It is infinite if one side lacks the
-    tensor or has another shape.
+    Each difference is relative to the largest absolute value in the two tensors. The difference is infinite if one
+    tensor is missing or the two shapes differ.
     """
     differing: dict[str, float] = {}
     for name in {**first, **second}:
@@ -172,11 +172,11 @@ def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 
 
 def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, stored: torch.dtype, name: str) -> Checks:
-    """Compare logits, settings and weights of a converted model with its source. Return the comparisons of the logits.
+    """Compare a converted model's logits, settings and weights with its source. Return the comparisons of logits.
 
     Args:
         source: Model that computes in fp32. Its weights are already rounded to `stored`.
-        load: Loads the converted model in a dtype; called with float32 and, if that is another dtype, with `stored`.
+        load: Loads the converted model in a dtype. `verify` calls it with float32, and with `stored` if that differs.
         stored: Dtype of the weights in the converted model's files.
         name: Name of the converted model for messages.
 
@@ -210,7 +210,7 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
 
 @torch.no_grad()
 def draw_large_weights(model: ReferenceNeoBERT) -> ReferenceNeoBERT:
-    """Set random weights with which every parameter affects the logits. Return the same model in evaluation mode.
+    """Set random weights so large that every parameter affects the logits. Return the same model in evaluation mode.
 
     Initial weights hide errors: logits are about 0.05, attention is almost uniform under any rotary convention, norms
     are one and biases zero. With the new weights, logits reach several units.
@@ -231,7 +231,7 @@ def draw_large_weights(model: ReferenceNeoBERT) -> ReferenceNeoBERT:
 def checkpoint_model(
     checkpoint: MegatronCheckpoint, dtype: torch.dtype = torch.float32, *, description: str = "reference"
 ) -> LogitModel:
-    """Return a checkpoint's model in plain PyTorch for comparisons, in fp32 with weights rounded to `dtype`.
+    """Return a checkpoint's model in plain PyTorch for comparisons in fp32, with weights rounded to `dtype`.
 
     `description` is the model's name in messages.
     """
@@ -255,14 +255,14 @@ def checkpoint_model(
 
 
 def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
-    """Load a Hugging Face folder's model for a comparison that computes in `dtype`."""
+    """Load a Hugging Face folder's model for comparisons. The model computes in `dtype` on the CPU."""
     precision: Any = str(dtype).removeprefix("torch.")
     options = ComputeOptions(dtype=precision, device="cpu")
     return to_logit_model(folder, load_model(folder, "AutoModelForMaskedLM", options, return_dict=True))
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
-    """Return the model that a folder's config.json describes, with the given weights, in fp32 for a comparison.
+    """Build the model that a folder's config.json describes, with the given weights, for a comparison in fp32.
 
     The folder's weights are not used, because transformers would initialize missing biases randomly.
 

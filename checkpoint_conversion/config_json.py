@@ -63,9 +63,9 @@ class FolderConfig(NamedTuple):
 def build_config(
     layout: str, shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Return the content of config.json for a layout in mapping.TABLES. `neobert` has the published NeoBERT's keys.
+    """Return the content of config.json for a layout in mapping.TABLES. `neobert` uses the published NeoBERT's keys.
 
-    Raises ConversionError if the layout is neobert, and the feed-forward width is not a multiple of 8.
+    Raises ConversionError if the layout is `neobert` and the feed-forward width is not a multiple of 8.
     """
     model, is_neobert, dtype_name = shape.model, layout == "neobert", str(dtype).removeprefix("torch.")
     if is_neobert and model.ffn_width % 8:
@@ -125,7 +125,7 @@ def build_config(
 
 
 class _Fields(NamedTuple):
-    """Checked access to the values of a config.json; each method raises ConversionError for a value that is wrong."""
+    """Checked access to the values of a config.json. The methods raise ConversionError for a wrong value."""
 
     config: dict[str, Any]
     path: Path
@@ -145,20 +145,20 @@ class _Fields(NamedTuple):
         return float(value)
 
     def demand(self, key: str, accepted: tuple[object, ...], reason: str) -> None:
-        """Refuse a value that is not among the accepted ones; a missing key has the value None."""
+        """Raise ConversionError if the value of `key` is not in `accepted`. A missing key has the value None."""
         value = self.config.get(key)
         if not any(type(value) is type(candidate) and value == candidate for candidate in accepted):  # True is not 1
             raise self.wrong(key, reason)
 
     def wrong(self, key: str, rule: str) -> ConversionError:
-        """Return the error for the value of `key`."""
+        """Return a ConversionError whose message states the value of `key` and the `rule` for it."""
         value = self.config.get(key)
         state = "missing" if value is None else quote(value)
         return ConversionError(f"{self.path}: {key} is {state}; {rule}.")
 
 
 def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
-    """Return the settings of a model from the content of its config.json. `path` is the file, for messages.
+    """Return the model settings in the content of a config.json. `path` is the file's path, for messages.
 
     Raises ConversionError if a value is missing, of the wrong type, or describes layers that NeoBERT does not have.
     """
@@ -214,7 +214,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
 
 
 def read_rotary_base(fields: _Fields) -> int | None:
-    """Return the base of the rotary angles, or None if there is none. The keys of all transformers versions are read.
+    """Return the base of the rotary angles, or None if no key states it. Reads the keys of all transformers versions.
 
     Raise ConversionError if a base is not a whole number >= 2, two bases differ, or the angles are scaled or partial.
     """

@@ -46,7 +46,7 @@ def export(
         sentence_transformers: Add the files that `SentenceTransformer(output)` reads.
 
     Returns:
-        Differences of the logits from the checkpoint's in plain PyTorch, by input; empty if not `verified`.
+        Comparisons with the logits of the checkpoint's model in plain PyTorch, by input; empty if not `verified`.
     """
     torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
     checks: Checks = {}
@@ -101,7 +101,7 @@ def write_folder(
 
 
 def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", *, layout: str, dtype: str) -> None:
-    """Write `folder`/conversion_report.json: source checkpoint, its training settings without paths, and `checks`."""
+    """Write `folder`/conversion_report.json with the checkpoint's origin, training settings (no paths) and `checks`."""
     compared: dict[str, Any] = {}
     if checks:  # the folder exists only if settings and weights were equal
         compared = {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)}

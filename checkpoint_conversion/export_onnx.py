@@ -88,7 +88,7 @@ def save_graph(graph: Any, path: Path) -> None:
 
 
 def check_graph(model: Any, path: Path, *, tolerance: float) -> Checks:
-    """Run a graph in onnxruntime on test batches. Return how it differs from PyTorch, by "rows x tokens" of the batch.
+    """Run a graph in onnxruntime on test batches. Return {"rows x tokens" of a batch: difference from PyTorch}.
 
     Raises ConversionError if onnxruntime cannot run the graph, or an output is not finite or differs by more than
     `tolerance`, relative to the largest value of PyTorch's output.
@@ -119,14 +119,14 @@ def check_graph(model: Any, path: Path, *, tolerance: float) -> Checks:
 
 
 def build_inputs(model: Any, lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return random inputs of a graph, by name: padded rows with these token counts, limited to the longest input."""
+    """Return random inputs for a graph, by name: row i is padded after `lengths[i]` tokens or the model's limit."""
     config = model.config
     prompts = build_prompts(config.vocab_size, longest=config.max_position_embeddings, lengths=lengths)
     return dict(zip(INPUTS, prompts, strict=True))
 
 
 def copy_companions(model: Path, folder: Path, task: str) -> None:
-    """Write config.json, the tokenizer and LICENSE of `model` to `folder`, the parent of the folder with the graphs.
+    """Write `model`'s config.json, tokenizer files and LICENSE to `folder`, which contains the graphs' folder.
 
     For feature extraction, also copy the modules of sentence-transformers (pooling, Dense), which need hidden states.
     Code in `model` is never copied. Raise MissingInputError if the model has no tokenizer.json.
@@ -140,7 +140,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress what the exporter prints, its Python warnings and log messages up to WARNING in a `with` block."""
+    """Suppress output on stdout, Python warnings and log messages up to WARNING within a `with` block."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -59,8 +59,8 @@ def import_folder(
 ) -> "tuple[ImportedModel, Checks]":
     """Write the model of `folder` as a checkpoint of iteration 0 in the new folder `output`, and verify it.
 
-    Return the content of the folder, and the differences between the two models' logits (empty if not `verified`).
-    With another `tokenizer`, embedding and decoder fit its vocabulary, and nothing is verified.
+    Return the content of `folder`, and the differences between the two models' logits (empty if not `verified`).
+    If `tokenizer` is given, embedding and decoder are converted to its vocabulary, and nothing is verified.
     """
     imported = read_folder(folder)
     if tokenizer is not None:
@@ -80,7 +80,7 @@ def import_folder(
 
 
 def with_vocabulary(imported: ImportedModel, tokenizer: Tokenizer) -> ImportedModel:
-    """Return the model with the vocabulary of another tokenizer, see vocabulary.py."""
+    """Return a copy of the model, with embedding and decoder converted to the vocabulary of `tokenizer`."""
     vocabulary = map_vocabulary(imported.tokenizer, tokenizer)
     tables = [entry.published[0] for entry in TABLES[imported.layout] if entry.rule is STRIP_PADDING]
     weights = imported.weights | {name: vocabulary.apply(imported.weights[name]) for name in tables}
@@ -94,7 +94,7 @@ def read_folder(folder: Path) -> ImportedModel:
 
     Raises:
         MissingInputError: The folder has no tokenizer.
-        ConversionError: The tokenizer has more ids than the embedding rows, or rows without an id are not zero.
+        ConversionError: The tokenizer has more ids than the embedding has rows, or rows without an id are not zero.
     """
     content = check_folder(folder)
     config = read_model_config(content, folder / "config.json")
@@ -188,12 +188,12 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
 
 
 def map_weights(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of model.safetensors, or of the files in its index.
+    """Memory-map the weights in model.safetensors, or in the files that its index lists. Return {name: tensor}.
 
     Raises:
-        MissingInputError: There are no weights, or a file of the index is missing.
-        ConversionError: The weights are pickled or damaged, there are both a file and an index, or the index lists
-            other tensors than its files have.
+        MissingInputError: There are no weights, or a file that the index lists is missing.
+        ConversionError: The weights are pickled or damaged, both model.safetensors and an index exist, or a tensor is
+            only in the index or only in its files.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():

@@ -40,7 +40,7 @@ class ModelShape:
     padded_vocab_size: int  # rows that Megatron allocates: a multiple of 128 x tensor-parallel ranks
 
     def resolve(self, letters: str) -> tuple[int, ...]:
-        """Return the shape that a table gives in letters: `"3h h"` is (3 x hidden, hidden)."""
+        """Convert a shape in letters, as in the tables, to numbers: `"3h h"` becomes (3 x hidden, hidden)."""
         hidden, width = self.model.hidden_size, self.model.ffn_width
         sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
         sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
@@ -69,7 +69,7 @@ def pair_halves(published: list[Tensor], shape: ModelShape) -> Tensor:
 
 
 def split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Return the query, key and value matrices of a fused matrix, whose rows are q, k, v within each head."""
+    """Split a fused matrix, with rows q, k, v within each head, into query, key and value matrices."""
     heads = qkv.reshape(shape.model.num_attention_heads, 3, -1, shape.model.hidden_size)
     return [matrix.reshape(shape.model.hidden_size, shape.model.hidden_size) for matrix in heads.unbind(1)]
 
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def zero_biases(self) -> tuple[str, ...]:
-        """Names of published biases that NeoBERT does not have: vectors of zeros, one value per row of a matrix."""
+        """Names of published biases that NeoBERT lacks. Each is a vector with one zero per row of its weight matrix."""
         return tuple(name.replace("weight", "bias") for name in self.published if self.has_zero_biases)
 
 
@@ -161,7 +161,7 @@ TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT}
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
     """Return a Megatron model's weights under a layout's names, with the same dtypes. Unchanged tensors are not copied.
 
-    Raises ConversionError if `check_tensors` does, or if the rows that pad the vocabulary are not zero.
+    Raises ConversionError if `check_tensors` refuses the weights, or if rows that pad the vocabulary are not zero.
     """
     entries = expand_table(table, shape.model.num_layers)
     check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
@@ -185,7 +185,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
 def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
     """Reverse `to_published`: return weights under Megatron's names. The rows that pad the vocabulary are zeros.
 
-    Raises ConversionError if `check_tensors` does, or if a bias that NeoBERT does not have is not zero.
+    Raises ConversionError if `check_tensors` refuses the weights, or if a bias that NeoBERT does not have is not zero.
     """
     entries = expand_table(table, shape.model.num_layers)
     check_tensors(published, published_shapes(table, shape))
@@ -201,7 +201,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
 
 
 def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the layout with this table, by published name."""
+    """Return {published name: shape} for every tensor of a layout. `table` is the layout's table."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in expand_table(table, shape.model.num_layers):
         resolved = shape.resolve(entry.published_shape)
@@ -210,7 +210,7 @@ def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ..
 
 
 def expand_table(table: Table, num_layers: int) -> list[Entry]:
-    """Return the entries of a table, with one entry per layer in place of each entry with `{i}`."""
+    """Return the entries of a table. An entry whose names contain `{i}` is repeated for every layer."""
     expanded: list[Entry] = []
     for entry in table:
         for layer in range(num_layers) if "{i}" in entry.internal else [0]:
@@ -220,7 +220,7 @@ def expand_table(table: Table, num_layers: int) -> list[Entry]:
 
 
 def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors with the gate and the value of each SwiGLU matrix joined. The gate comes first."""
+    """Join the two halves of each SwiGLU matrix in a checkpoint, first the gate, then the value. Return all tensors."""
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith((_GATE, _VALUE))}
     for name, gate in stored.items():
         joined = name.removesuffix(_GATE)

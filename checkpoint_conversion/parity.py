@@ -131,8 +131,8 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str,
 
     Yields:
         Name of the kernel, the difference (or the reason why this machine cannot run the kernel), and the tolerance.
-        The last items, whose names start with CONTROL, have wrong weights, or attention that is not causal. They must
-        exceed 100 times the tolerance.
+        The names of the last two items start with CONTROL. These items use wrong weights or a causal reference for
+        bidirectional attention, and must exceed 100 times the tolerance.
     """
     generator = torch.Generator().manual_seed(1)
     tokens_t = torch.randint(vocab_size, (sum(LENGTHS),), generator=generator)
@@ -186,7 +186,7 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str,
 
 @contextmanager
 def megatron_model(settings: Settings, tensors: Mapping[str, Tensor], vocab_size: int) -> Iterator[tuple[Any, Any]]:
-    """Yield the Megatron model with the weights `tensors`, and its device. The block has its own process group."""
+    """Yield a Megatron model with the weights `tensors`, and the model's device. Process groups end with the block."""
     # Imports Megatron, which imports any package that is called apex: only after check_hardware.
     from megatron_neobert.model.neobert import NeoBERTModel
     from megatron_neobert.runtime import distributed
@@ -202,7 +202,7 @@ def megatron_model(settings: Settings, tensors: Mapping[str, Tensor], vocab_size
 
 @contextmanager
 def exported(settings: Settings, tensors: dict[str, Tensor], vocab_size: int, layout: str) -> Iterator[Path]:
-    """Yield a temporary Hugging Face folder of a model with the weights `tensors`. `layout` is a name in TABLES."""
+    """Write the weights `tensors` in `layout` to a temporary Hugging Face folder, and yield the folder's path."""
     with tempfile.TemporaryDirectory() as temporary:
         vocabulary, target = Path(temporary) / "vocab.txt", Path(temporary) / "model"
         words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]

@@ -28,19 +28,19 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte in SentencePiece's vocabularies
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """Old tokens of each new token."""
+    """Old tokens from which the weights of each new token are computed."""
 
     old_ids: list[list[int]]  # averaged; empty if the old vocabulary does not have the text: the mean of all rows
     copied: int  # tokens of both vocabularies, special ones included
 
     @property
     def unknown(self) -> int:
-        """Number of tokens that start as the mean of all rows."""
+        """Number of new tokens whose weights start as the mean of all old rows."""
         return sum(not ids for ids in self.old_ids)
 
     @property
     def note(self) -> str:
-        """A sentence with the number of tokens of each kind."""
+        """Sentence for the user that counts the new tokens by the origin of their weights."""
         divided = len(self.old_ids) - self.copied - self.unknown
         return (
             f"new vocabulary of {len(self.old_ids):,} tokens: {self.copied:,} have the weights of the same token, "
@@ -48,14 +48,14 @@ class VocabularyMap:
         )
 
     def apply(self, rows: Tensor) -> Tensor:
-        """Return the rows of the new vocabulary, [new tokens, ...], from the rows of the old one, [old tokens, ...]."""
+        """Compute the new vocabulary's rows, [new tokens, ...], from the old vocabulary's `rows`, [old tokens, ...]."""
         mean_of_all = rows.float().mean(0)
         means = [rows[ids].float().mean(0) if ids else mean_of_all for ids in self.old_ids]
         return torch.stack(means).to(rows.dtype)
 
 
 def map_vocabulary(old: Tokenizer, new: Tokenizer) -> VocabularyMap:
-    """Return the old tokens of each new token."""
+    """Return the old tokens from which the weights of each new token are computed."""
     # Parts of characters, of which byte-level vocabularies have hundreds, have no text; their token strings differ.
     is_same_kind = _kind(old.backend) == _kind(new.backend)
     name: Callable[[Backend], Sequence[object]] = _token_strings if is_same_kind else _surfaces
@@ -83,7 +83,7 @@ def _token_strings(backend: Backend) -> list[str]:
 
 
 def _kind(backend: Backend) -> tuple[bool, str | None]:
-    """Return (True if token strings are bytes, WordPiece's prefix of a token that continues a word)."""
+    """Return (True if token strings are bytes, WordPiece's prefix for tokens that continue a word, else None)."""
     state = parse_json(backend.to_str())
     prefix = state["model"].get("continuing_subword_prefix") if state["model"]["type"] == "WordPiece" else None
     return '"ByteLevel"' in json.dumps(state["pre_tokenizer"]), prefix
