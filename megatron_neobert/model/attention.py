@@ -36,7 +36,7 @@ _NO_ENGINE_KERNEL = (
 
 @dataclass
 class RotaryPackedSeqParams(PackedSeqParams):
-    """Megatron's description of packed documents, with the rotary angles of their tokens and the mask."""
+    """Megatron's description of packed documents, extended by the tokens' rotary angles and the kind of attention."""
 
     # Cosines and sines of all tokens, [t, 1, e], fp32; None for a model with learned positions.
     rotation: tuple[Tensor, Tensor] | None = None
@@ -102,8 +102,8 @@ class CoreAttention(MegatronModule):
         """Return the context of this rank's tokens, [t/c, n * d], in the dtype of the query.
 
         For t tokens on c context-parallel ranks, queries, keys and values are [t/c, n, d]: n heads of width d. The
-        caller must not rotate them; `packed_seq_params`, which is required, has the rotation, the documents of all
-        ranks and the kind of attention. The arguments about masks and bias have no effect.
+        caller must not rotate queries and keys. `packed_seq_params` is required: it contains the rotation, the
+        documents of all ranks and the kind of attention. The arguments about masks and bias have no effect.
 
         Raises:
             ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.
@@ -177,7 +177,7 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Return the context, [t, n * d], in the dtype of the query.
 
-        Each token attends to its whole document or, if `attn_mask_type` is padding_causal, up to itself.
+        Each token attends to its whole document. If `attn_mask_type` is padding_causal, it ignores later tokens.
         `packed_seq_params`, the document bounds, is required. `attention_mask` is not used.
         """
         assert packed_seq_params is not None, "a micro-batch is always packed"

@@ -12,7 +12,7 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of parameters of each part of the model, without the vocabulary's padding."""
+    """Parameter count of each part of the model, without the padding rows of the vocabulary."""
 
     blocks: int
     final_norm: int
@@ -26,7 +26,7 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig, *, vocab_size: int) -> ParameterCount:
-    """Return the number of parameters of each part. The default model with a vocabulary of 30,522 has 245,136,954."""
+    """Return the parameter count of each part. The default model with 30,522 tokens has 245,136,954 parameters."""
     hidden = model.hidden_size
     norm = 2 * hidden if model.normalization == "LayerNorm" else hidden  # LayerNorm also has a bias
     return ParameterCount(
@@ -59,7 +59,7 @@ def training_flops_per_token(
 
 
 def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
-    """Return the size of one checkpoint on disk: weights, fp32 main weights if the weights are bf16, and moments."""
+    """Return the bytes of one checkpoint on disk: weights, optimizer moments and, with bf16, fp32 main weights."""
     weight_bytes = 2 + 4 if settings.training.bf16 else 4
     total = count_parameters(settings.model, vocab_size=vocab_size).total
     return total * weight_bytes + moment_bytes(settings, total, layers=settings.model.num_layers)
@@ -68,16 +68,16 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
 def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
     """Return the bytes of the optimizer's fp32 moments.
 
-    Adam keeps two moments per parameter. Muon keeps one per weight in a matrix of a layer, and two per other parameter.
+    Adam keeps two moments per parameter. Muon keeps one per weight in a layer's matrices, and two per other parameter.
 
     Args:
         parameters: Number of parameters that the optimizer updates.
-        layers: Number of layers among these parameters.
+        layers: Number of layers that these parameters include.
     """
     muon_weights = layers * _matrix_weights(settings.model) if settings.optimizer.optimizer == "muon" else 0
     return 4 * (2 * parameters - muon_weights)
 
 
 def _matrix_weights(model: ModelConfig) -> int:
-    """Return the weights in the matrices of one layer: four for attention, and two for GELU or three for SwiGLU."""
+    """Return the weight count of one layer's matrices: four for attention, and two for GELU or three for SwiGLU."""
     return 4 * model.hidden_size**2 + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_width

@@ -46,6 +46,6 @@ GPUS: tuple[Gpu, ...] = (
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """Return the GPU with this name of torch.cuda.get_device_name, or None if it is not listed."""
+    """Return the GPU for a name from torch.cuda.get_device_name, or None if GPUS does not list the name."""
     name = device_name.removeprefix("NVIDIA ").strip()
     return next((gpu for gpu in GPUS if gpu.name == name), None)

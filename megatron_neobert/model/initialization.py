@@ -36,7 +36,7 @@ def initialize_weights(model: Any, *, seed: int | None, init_range: float, vocab
     Norm weights become 1 and biases 0. Other weights are uniform in [-init_range, init_range).
 
     Args:
-        seed: Seed of the run. None leaves zeros instead of random weights, for a model that is loaded afterwards.
+        seed: Seed of the run. If None, weights are zero instead of random; the caller loads a checkpoint afterwards.
         vocab_size: Number of tokens without padding. Padding rows of embedding and decoder become zero.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()

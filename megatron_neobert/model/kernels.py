@@ -78,7 +78,7 @@ def detect_hardware() -> Hardware:
 
 
 def fp8_refusals() -> dict[str, str]:
-    """Return the FP8 recipes that cannot run on this GPU: recipe -> reason. Transformer Engine must be installed."""
+    """Return {recipe: reason} for FP8 recipes that cannot run on this GPU. Transformer Engine must be installed."""
     from transformer_engine.pytorch import quantization
 
     checks = {
@@ -101,7 +101,7 @@ def _try_import(module: str, *, distribution: str) -> Library:
 
 
 def _find_flash_attention(capability: tuple[int, int]) -> Library:
-    """Return the version of flash-attn, or of flash-attn-4 on a GPU whose kernels it has, for Transformer Engine."""
+    """Find flash-attn for Transformer Engine or, if it is missing and the GPU is recent enough, flash-attn-4."""
     found = _try_import("flash_attn.flash_attn_interface", distribution="flash-attn")
     if found.version or capability < (9, 0):
         return found
@@ -117,7 +117,7 @@ def _installed_version(distribution: str) -> str:
 
 
 def _foreign_apex() -> str | None:
-    """Return the version of a package apex that is not NVIDIA's, or None. Imports nothing."""
+    """Return the version of an installed package apex that is not NVIDIA's, or None. The package is not imported."""
     spec = importlib.util.find_spec("apex")
     if spec is None or importlib.util.find_spec("amp_C") is not None:
         return None
@@ -127,9 +127,9 @@ def _foreign_apex() -> str | None:
 
 
 def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
-    """Return the kernels for settings that `check_hardware` has accepted. Without `hardware`, examine this machine.
+    """Choose kernels for settings that `check_hardware` has accepted. If `hardware` is None, examine this machine.
 
-    For local layers on a GPU, `choose_packed_attention` tests a kernel.
+    For torch's attention in bfloat16 on a GPU, `choose_packed_attention` runs a kernel as a test.
     """
     hardware = hardware or detect_hardware()
     compute, bf16 = settings.compute, settings.training.bf16
@@ -164,11 +164,11 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
 
 @functools.cache
 def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
-    """Return the packed-attention kernel of local layers in bfloat16 with `width` channels per head, and its name.
+    """Return a kernel, and the kernel's name, for packed attention in bfloat16 with `width` channels per head.
 
-    The kernel is FlashAttention 4 if the package flash-attn-4 is installed and agrees with attention in fp32 on the
-    current CUDA device, gradients included. Otherwise it is torch's FlashAttention 2, and the name includes the
-    reason why an installed package does not work.
+    The kernel is FlashAttention 4 if the package flash-attn-4 is installed, and if its context and gradients agree with
+    fp32 attention on the current CUDA device. Otherwise the kernel is torch's FlashAttention 2. If flash-attn-4 is
+    installed but does not work, the name includes the reason.
     """
     failure = ""
     try:
@@ -183,7 +183,7 @@ def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
 
 
 def attend_with_torch(heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool) -> Tensor:
-    """Compute the context, [t, n, d], with torch's variable-length kernel: CUDA, bfloat16, d a multiple of 8."""
+    """Return the context, [t, n, d], from torch's variable-length kernel. Needs CUDA, bfloat16, and d divisible by 8."""
     # Only CUDA needs this import, and some builds of torch do not have the module.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -196,7 +196,7 @@ def attend_with_torch(heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, sc
 def attend_with_flash_attention_4(
     heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool
 ) -> Tensor:
-    """Compute the context, [t, n, d], with the package flash-attn-4. Raises ModuleNotFoundError without it."""
+    """Return the context, [t, n, d], from flash-attn-4. Raises ModuleNotFoundError if that package is missing."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     context_tnd, _ = flash_attn_varlen_func(
@@ -212,7 +212,7 @@ def attend_with_flash_attention_4(
 
 
 def _check_packed_attention(attend: PackedAttention, width: int) -> None:
-    """Raise AssertionError if a packed kernel or its gradients differ from fp32 for two small documents."""
+    """Raise AssertionError if a packed kernel's context or gradients differ from fp32 for two small documents."""
     # On the CPU, because the state of the GPU's generator belongs to the run.
     numbers = torch.randn(3, 256, 2, width, generator=torch.Generator().manual_seed(0))
     heads = numbers.to(device="cuda", dtype=torch.bfloat16).requires_grad_()

@@ -49,18 +49,18 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: Transformer
 
 
 class FusedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that stores only the logits, and no fp32 tensor of their size.
+    """Cross-entropy that stores the logits for backward, but no fp32 tensor of the same size.
 
-    It makes three passes over the logits: maximum, sum of exponentials, and gradient. megatron.core's fused function
-    writes logits and exponentials in fp32, and rounds the gradient to bfloat16 for every dtype.
+    The function makes three passes over the logits: maximum, sum of exponentials, and gradient. megatron.core's fused
+    function writes logits and exponentials in fp32, and rounds the gradient to bfloat16 for every dtype.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses in nats, and 1 where no logit is larger than that of the label, else 0. Both are fp32, [m].
+        """Return two fp32 tensors [m]: losses in nats, and 1 where no logit exceeds the label's logit, else 0.
 
         Args:
-            column_m: Column of each label, if it is in this rank's share of the vocabulary; otherwise any column.
+            column_m: Column of each label that is in this rank's share of the vocabulary; any column for other labels.
             is_local_m: True where the label is in this rank's share.
 
         Collective: the tensor-parallel group.
@@ -87,7 +87,7 @@ def largest_logits(logits_mv: Tensor) -> Tensor:
 
 @compiled_on_cuda
 def sum_exponentials(logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor, largest_m: Tensor) -> Tensor:
-    """Return the sum of exp(logit - largest_m), and the logit of a local label or 0: fp32, [2, m]."""
+    """Return fp32 [2, m]: the sum of exp(logit - largest_m), and the label's logit, 0 if the label is not local."""
     total_m = (logits_mv.float() - largest_m.unsqueeze(1)).exp().sum(1)
     label_logits_m = logits_mv.gather(1, column_m.unsqueeze(1)).squeeze(1).float().masked_fill(~is_local_m, 0.0)
     return torch.stack([total_m, label_logits_m])
@@ -97,10 +97,10 @@ def sum_exponentials(logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor, la
 def logits_gradient(
     logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor, largest_m: Tensor, total_m: Tensor, gradient_m: Tensor
 ) -> Tensor:
-    """Return the gradient of the logits, in their dtype: (softmax - one-hot label) x `gradient_m`.
+    """Return the gradient of the logits, in the logits' dtype: (softmax - one-hot label) x `gradient_m`.
 
     `gradient_m` is the gradient of the losses, `largest_m` the largest logit of the whole vocabulary, `total_m` the sum
-    of exp(logit - largest_m). `column_m` is the label's column, where `is_local_m` is True.
+    of exp(logit - largest_m). `column_m` is the label's column if `is_local_m` is True, and has no meaning otherwise.
     """
     softmax_mv = (logits_mv.float() - largest_m.unsqueeze(1)).exp() / total_m.unsqueeze(1)
     columns_v = torch.arange(logits_mv.size(1), device=logits_mv.device)

@@ -22,16 +22,16 @@ from megatron_neobert.model.transformer_config import layer_spec, to_transformer
 
 
 class NeoBERTModel(GPTModel):
-    """The encoder and its masked-language-model head, or a pipeline stage of them, with the initial weights of a run.
+    """Encoder with masked-language-model head, or one pipeline stage of this model, with a run's initial weights.
 
     Shapes: `t` tokens of the micro-batch (`t/c` on one context-parallel rank), `n` documents + 1, `m` masked positions
     of this rank, `v` this rank's share of the padded vocabulary, `h` hidden.
 
     Args:
         vocab_size: Number of tokens, without padding.
-        draws_weights: False leaves zeros, for a model that a checkpoint is loaded into.
-        pre_process: The stage has the embedding.
-        post_process: The stage has the final norm and the head.
+        draws_weights: If False, weights are zero instead of random; the caller loads a checkpoint afterwards.
+        pre_process: True if the stage contains the embedding.
+        post_process: True if the stage contains the final norm and the head.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class NeoBERTModel(GPTModel):
 
         Args:
             tokens_t: Token ids of the documents, end to end; with context parallelism, this rank's slice.
-            cu_seqlens_n: Start of each document in the whole micro-batch, and the end of the last one; int32. Empty
-                documents may follow at the end.
+            cu_seqlens_n: Start of each document in the whole micro-batch, then the end of the last document; int32.
+                Empty documents may follow at the end.
             max_seqlen: Length of the longest document in tokens, or more.
             masked_positions_m: Indices into `tokens_t`.
             labels_m: Token ids to predict at these positions; below 0 for a filler.
-            is_causal: Whether a token attends to the tokens before it only, and to itself.
+            is_causal: If True, a token attends only to itself and to the tokens before it.
 
         Returns:
             - With labels: (losses_m, correct_m), fp32: losses in nats, and 1 for a correct prediction, else 0.
             - With masked positions, but no labels: logits_mv of this rank's share of the vocabulary.
-            - Without both: hidden states after the final norm, [t/c, h].
+            - Without masked positions: hidden states after the final norm, [t/c, h].
             - On a stage without the head, always: hidden states for the next stage, [t/c, 1, h]. With sequence
-              parallelism, this rank's share of them.
+              parallelism, only this rank's share of the tokens.
 
         Collective: the tensor- and context-parallel groups.
         """
@@ -148,7 +148,7 @@ class NeoBERTModel(GPTModel):
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
     def _set_attention_backend(self) -> None:
-        """Set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN, NVTE_UNFUSED_ATTN: "1" if --attention-backend allows it, else "0".
+        """Set the variables NVTE_*_ATTN: "1" for each kernel that --attention-backend allows, "0" for the others.
 
         The unfused kernel, which stores all scores, is always off. Megatron's own method can switch it on.
         """

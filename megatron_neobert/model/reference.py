@@ -110,7 +110,7 @@ class Encoder(nn.Module):
 
 
 class ReferenceNeoBERT(nn.Module):
-    """NeoBERT with its masked-language-model head, a linear layer with a bias that is not tied to the embedding."""
+    """NeoBERT with its masked-language-model head: a linear layer with a bias, not tied to the embedding."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -123,17 +123,17 @@ class ReferenceNeoBERT(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens_bs: Tensor, attention_mask_bs: Tensor | None = None) -> Tensor:
-        """Return logits, [b, s, v]. The mask is 0 at padding, whose logits have no meaning."""
+        """Return logits, [b, s, v]. The mask is 0 at padding; logits at padding have no meaning."""
         positions_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
         mask = None if attention_mask_bs is None else attention_mask_bs.bool()[:, None, None, :]
         return self.decoder(self.model(tokens_bs, positions_bs, mask))
 
     def forward_packed(self, tokens_t: Tensor, cu_seqlens_n: Tensor, *, is_causal: bool = False) -> Tensor:
-        """Return logits, [t, v], of documents that follow each other. Attention and positions are per document.
+        """Return logits, [t, v], for documents packed end to end. Attention and positions are per document.
 
         Args:
             cu_seqlens_n: Start of each document, and t at the end.
-            is_causal: Whether a token attends to the tokens before it only, and to itself.
+            is_causal: If True, a token attends only to itself and to the tokens before it.
         """
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths), device=tokens_t.device), lengths)
@@ -158,7 +158,7 @@ def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
 
 
 def mlm_loss(logits_bsv: Tensor, labels_bs: Tensor) -> MaskedLoss:
-    """Return the fp32 cross-entropy, summed over the masked tokens. Other labels are IGNORED_LABEL."""
+    """Return the fp32 cross-entropy, summed over the masked tokens. Labels of other tokens must be IGNORED_LABEL."""
     total = F.cross_entropy(
         logits_bsv.float().flatten(0, -2), labels_bs.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )

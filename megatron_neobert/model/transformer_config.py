@@ -32,8 +32,8 @@ from megatron_neobert.model.kernels import choose_kernels, compiled_on_cuda
 def to_transformer_config(settings: Settings) -> TransformerConfig:
     """Return Megatron's configuration of NeoBERT: pre-norm, no biases, no dropout.
 
-    It has no rotary embedding, because CoreAttention (attention.py) rotates the halves of each head. Published weights
-    rotate adjacent channels, so conversion (checkpoint_conversion/mapping.py) permutes queries and keys.
+    Megatron's rotary embedding is off, because CoreAttention (attention.py) rotates the halves of each head. Published
+    weights rotate adjacent channels, so conversion (checkpoint_conversion/mapping.py) permutes queries and keys.
     """
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)
@@ -88,7 +88,7 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
 
 @compiled_on_cuda
 def rms_norm(hidden_h: Tensor, weight_h: Tensor, eps: float) -> Tensor:
-    """Return torch's RMSNorm over the last dimension, in the dtype of `hidden_h`, any shape [..., h]."""
+    """Apply torch's RMSNorm to the last dimension of `hidden_h`, [..., h]. Shape and dtype stay the same."""
     return torch.nn.functional.rms_norm(hidden_h, weight_h.shape, weight_h, eps)
 
 
@@ -101,7 +101,7 @@ class CompiledRMSNorm(nn.RMSNorm):
 
 
 class LocalNorm:
-    """RMSNorm or LayerNorm with the arguments that Megatron passes. Megatron's refuses sequence parallelism."""
+    """RMSNorm or LayerNorm, built from Megatron's arguments. Megatron's own class refuses sequence parallelism."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:  # type: ignore[misc]
         norm_class = CompiledRMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
@@ -122,7 +122,7 @@ _ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttenti
 
 
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
-    """Return Megatron's specification of any pipeline stage: its layers, all alike, and the final norm."""
+    """Return Megatron's layer specification, the same for every pipeline stage: identical layers and a final norm."""
     kernels = choose_kernels(settings)
     norm: type
     if kernels.transformer_impl == "transformer_engine":
