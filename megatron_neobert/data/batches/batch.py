@@ -58,7 +58,7 @@ class MicroBatch:
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        """Return a copy with the results of `function` for all tensors."""
+        """Return a copy in which `function(tensor)` replaces each tensor."""
         tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)  # type: ignore[arg-type]
 
@@ -82,11 +82,11 @@ class RankBatches:
 
 
 class RankPosition(NamedTuple):
-    """Position of a rank among those that share a global batch.
+    """Position of a rank among the ranks that share a global batch.
 
-    Micro-batch j of a global batch has packed sequences [j, j + 1) * micro_batch_size. Data-parallel rank d of D trains
-    on j = d, d + D, ..., so the set of micro-batches does not depend on D. Context-parallel rank c of C has tokens
-    [c, c + 1) * t / C of each. The rules of the settings ensure that these are whole numbers.
+    Micro-batch j of a global batch contains packed sequences [j, j + 1) * micro_batch_size. Data-parallel rank d of
+    D trains on micro-batches d, d + D, ..., so the set of micro-batches does not depend on D. Context-parallel rank c
+    of C gets tokens [c, c + 1) * t / C of each micro-batch. The settings are checked, so all bounds are whole numbers.
     """
 
     data_parallel_rank: int = 0
@@ -119,13 +119,13 @@ class GlobalBatch:
         return RankBatches(micro_batches, self.cursor_after)
 
     def prefetch(self, rank: RankPosition) -> None:
-        """Start to fetch the documents of a rank from object storage, without waiting."""
+        """Start fetching a rank's documents from object storage, and return without waiting."""
         for packed in self._sequences_of(rank):
             for corpus, members in _group_by_corpus(self.phase.sources, packed.segments):
                 corpus.prefetch(packed.segments.numbers_n[members])
 
     def _sequences_of(self, rank: RankPosition) -> list[PackedSequences]:
-        """Return the packed sequences of each micro-batch of a rank."""
+        """Return a rank's packed sequences, one entry per micro-batch."""
         size = self.phase.settings.training.micro_batch_size
         firsts = range(0, len(self.packed), size)[rank.data_parallel_rank :: rank.data_parallel_size]
         return [self.packed.take(first, first + size) for first in firsts]
@@ -141,7 +141,7 @@ class GlobalBatch:
         return int((documents + -(-unused // settings.data.seq_length)).max())
 
     def _pad(self, batch: MicroBatch, documents: int) -> MicroBatch:
-        """Pad the arrays of a rank's micro-batch, cu_seqlens_n to the capacity for `documents` documents."""
+        """Return a copy of `batch`, padded to its masked capacity and to the capacity for `documents` documents."""
         masked = masked_capacity(len(batch.tokens_t), probability=self.phase.settings.data.predicted_share)
         tokens, bounds = self.phase.settings.tokens_per_micro_batch, batch.cu_seqlens_n.numpy()
         bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), tokens)])
@@ -206,7 +206,7 @@ def build_micro_batch(phase: BatchPhase, packed: PackedSequences) -> MicroBatch:
 
 
 def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tuple[Corpus, slice | NDArray[np.int64]]]:
-    """Return each corpus that has segments, and the indices of these segments. Sources of one corpus share an entry."""
+    """Return (corpus, indices of its segments) for each corpus with segments. Sources of one corpus share an entry."""
     corpora = list({id(source.corpus): source.corpus for source in sources}.values())
     if len(corpora) == 1:
         return [(corpora[0], slice(None))]
@@ -216,7 +216,7 @@ def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tu
 
 
 def _take_share(batch: MicroBatch, rank: RankPosition) -> MicroBatch:
-    """Return the tokens of one context-parallel rank. Masked positions count from the first of these tokens."""
+    """Return one context-parallel rank's share of a micro-batch. Masked positions count from the start of the share."""
     count = len(batch.tokens_t) // rank.context_parallel_size
     first = rank.context_parallel_rank * count
     positions = batch.masked_positions_m

@@ -28,7 +28,7 @@ _STEP = 1 << 20
 
 @dataclass(frozen=True)
 class OpenedCorpora:
-    """Opened corpora of one phase of a run, and its tokenizer."""
+    """Opened corpora and tokenizer of one training phase."""
 
     tokenizer: Tokenizer
     training: tuple[Source, ...]
@@ -39,7 +39,7 @@ class OpenedCorpora:
 
     @property
     def corpora(self) -> dict[str, str]:
-        """Corpora of --data-path: hash of all documents, equal for every copy -> prefix."""
+        """Prefix of each corpus in --data-path, by `documents_sha256`, which is equal for all copies of a corpus."""
         return {source.corpus.manifest.documents_sha256: str(source.corpus.prefix) for source in self.training}
 
 
@@ -128,7 +128,7 @@ def _describe(component: Component, source: Source, data: DataConfig) -> str:
 def _choose(
     component: Component, corpus: Corpus, bits: NDArray[np.uint8], part: SplitPart, purpose: str
 ) -> ChosenDocuments:
-    """Return the documents of a part of --split whose bit is set; raise DataError if there are none."""
+    """Return the documents of `part` whose bits are set. Raise DataError if there are none."""
     in_part = np.zeros_like(bits)
     for first in range(0, len(part), _STEP):
         numbers = part.numbers(np.arange(first, min(first + _STEP, len(part))))
@@ -148,7 +148,7 @@ def _choose(
 
 
 def _hash(components: Sequence[Component], sources: Sequence[Source]) -> str:
-    """Return a SHA-256 (hex) of documents, filters and weights; for one corpus without filters, of its documents."""
+    """Return a SHA-256 (hex) over documents, filters and weights, or over documents only for one unfiltered corpus."""
     if len(components) == 1 and not components[0].is_filtered:
         return sources[0].corpus.manifest.documents_sha256
     lines = []

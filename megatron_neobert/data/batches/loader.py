@@ -40,7 +40,7 @@ class _WorkerBatches(IterableDataset[RankBatches]):
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of a worker, then its error as a value: DataLoader would raise the error as a traceback."""
+        """Yield this worker's batches. Yield an error, too, because DataLoader adds a traceback to raised errors."""
         worker = get_worker_info()
         assert worker is not None
         try:
@@ -99,8 +99,8 @@ def _detach_worker(worker: int, *, parent: int) -> None:
     """Replace the network sockets that a forked worker inherited, ignore stop signals, and exit with the parent.
 
     Inherited listening sockets would outlive the parent, and connections to them would wait unanswered. torchrun and
-    Slurm send stop signals to every process of a job. The trainer responds by finishing its step and saving, but the
-    death of a worker would interrupt it with an error of DataLoader.
+    Slurm send stop signals to every process of a job. The trainer responds by finishing its step and saving, but a
+    worker's death would interrupt the trainer with a DataLoader error.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("inet"):
@@ -113,7 +113,7 @@ def _detach_worker(worker: int, *, parent: int) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Wait for a SIGTERM of the parent, or for its end (noticed within a second). Then exit this process with status 0.
+    """Wait until the parent sends SIGTERM or ends (noticed within a second), then exit this process with status 0.
 
     DataLoader's watchdog does not suffice: a worker that is sending a batch when its parent is killed waits forever,
     because other workers keep the read end of the pipe open.

@@ -34,13 +34,13 @@ _PARTS = ("training", "validation", "test")  # of --split
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOrder:
-    """Random order of the documents of a corpus or of one component of a blend.
+    """Random document order of a corpus, or of one component of a blend.
 
-    Every epoch is another permutation of [0, documents), and is divided into windows.
+    Each epoch has a different permutation of [0, documents), which is divided into windows.
 
     With a block size above 1, the blocks are permuted and divided into groups, one group per window. The documents of
-    group g are permuted and dealt to windows g to g + _SPREAD_WINDOWS - 1, modulo the windows of an epoch. A window
-    therefore has documents of _SPREAD_WINDOWS groups, and is the first window to read one of these groups.
+    group g are permuted and dealt to windows g to g + _SPREAD_WINDOWS - 1, modulo the number of windows. A window
+    therefore contains documents from _SPREAD_WINDOWS groups, and starts one new group.
     """
 
     documents: int
@@ -63,7 +63,7 @@ class DocumentOrder:
         return max(1, self.window_documents // self.block_size)
 
     def window(self, number: int, *, epoch: int) -> NDArray[np.int64]:
-        """Return the document indices of window `number` of an epoch, in random order, each in [0, documents)."""
+        """Return the documents in window `number` of an epoch, in random order, as indices in [0, documents)."""
         blocks, per_window, block_size = self._blocks, self._blocks_per_window, self.block_size
         item = self.component << COMPONENT_SHIFT
         spread = min(_SPREAD_WINDOWS, self.windows, block_size)
@@ -125,12 +125,12 @@ class DocumentOrder:
 def permute(
     indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, item: int | NDArray[np.int64] = 0
 ) -> NDArray[np.int64]:
-    """Return the document at each position in `indices` of a random order of [0, size).
+    """Look up positions in a random order of [0, size), and return the document at each position.
 
     Args:
         indices: Positions in [0, size).
         size: Number of documents, from 1 to below 2^62.
-        item: In [0, 2^62), one for all indices or one per index. The order depends on seed, epoch and item.
+        item: In [0, 2^62), one for all indices or one per index. Seed, epoch and item determine the order.
 
     Returns:
         int64 array of the same shape as `indices`. In one order, distinct positions give distinct documents.
@@ -159,7 +159,7 @@ def permute(
 def _shuffle_grid(
     cells: NDArray[np.uint64], *, height: int, width: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Return the image of each cell under a permutation of the cells [0, height * width) of a grid.
+    """Permute a grid with the cells [0, height * width), and return the new number of each cell in `cells`.
 
     Each pair of keys shifts the row of a cell by a hash of its column, then the column by a hash of the row. `keys` has
     shape [rounds, 1] or [rounds, cells].
@@ -183,8 +183,8 @@ def _hash_below(limit: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class SplitPart:
     """The documents of one part of --split, in ascending order. Each part is spread evenly over the corpus.
 
-    The held-out documents are taken from the whole corpus at equal distances, and the test documents likewise from the
-    held-out ones. Numbers are computed with integers, exactly up to 10^12 documents, and without memory.
+    Held-out documents (validation and test) are taken from the corpus at equal distances, and test documents from the
+    held-out documents in the same way. Numbers are computed when needed, not stored, exactly up to 10^12 documents.
     """
 
     sizes: tuple[int, ...]  # documents for training, validation and test
@@ -194,7 +194,7 @@ class SplitPart:
         return self.sizes[self.part]
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers in the corpus of the documents at `indices` of this part, each in [0, len(self))."""
+        """Return the document number in the corpus for each index in this part. Indices are in [0, len(self))."""
         # Documents of this part and of all later ones, from which the later parts are taken.
         remaining = [sum(self.sizes[part:]) for part in range(len(self.sizes))]
         numbers = _scale_odd(indices, remaining[self.part], 2 * len(self), less=1)
@@ -206,8 +206,8 @@ class SplitPart:
 def _scale_odd(indices: NDArray[np.int64], factor: int, divisor: int, *, less: int = 0) -> NDArray[np.int64]:
     """Return ((2 i + 1) factor - less) / divisor for each index i, rounded down.
 
-    With m = divisor / 2 and n = factor, these are the numbers of m documents at equal distances among n, the first
-    after half a distance. With `less` 1, they are the numbers of m documents among n without n - m such documents.
+    With m = divisor / 2 and n = factor, the results are m numbers at equal distances in [0, n), the first after half a
+    distance. With `less` 1, the results are the m numbers that remain after removing n - m numbers at equal distances.
     """
     # The product may have more than 63 bits, so it is divided in two steps.
     high, low = np.divmod(2 * indices + 1, 1 << 20)
@@ -216,7 +216,7 @@ def _scale_odd(indices: NDArray[np.int64], factor: int, divisor: int, *, less: i
 
 
 def split_documents(documents: int, split: str) -> list[SplitPart]:
-    """Divide the documents of a corpus into parts for training, validation and test, of the sizes that Megatron uses.
+    """Divide a corpus's documents into training, validation and test parts, with the same part sizes as Megatron.
 
     `split` has one to three weights with any sum, such as `99,1` or `969,30,1`. There is one part per weight; weight 0
     gives an empty part. Each document is in one part. Cumulative sizes are rounded to the nearest document, halves to

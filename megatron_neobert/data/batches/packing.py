@@ -88,7 +88,7 @@ class PackedSequences:
 
 
 def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
-    """Return the sequences of all groups (at least one) as one new object, group after group."""
+    """Concatenate the sequences of one or more groups into one new object."""
     segments_per_sequence = np.concatenate([np.diff(group.offsets) for group in groups])
     columns = zip(*(vars(group.segments).values() for group in groups), strict=True)
     return PackedSequences(
@@ -99,7 +99,7 @@ def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
 def cut_documents(documents: Documents, *, seq_length: int, long_documents: str) -> Segments:
     """Cut documents, in order, into segments that fit into `seq_length` tokens together with their [CLS] and [SEP].
 
-    `truncate` keeps the first segment of each document, `chunk` keeps all.
+    `long_documents` is "truncate" (keep the first segment of each document) or "chunk" (keep all segments).
     """
     segment_tokens = seq_length - ADDED_TOKENS
     segments_n = -(-documents.lengths_n.astype(np.int64) // segment_tokens)
@@ -133,10 +133,10 @@ def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
 
 
 def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: str) -> PackedSequences:
-    """Join the documents of one window, at least one, end to end, and cut them into sequences of `seq_length` tokens.
+    """Join a window's documents (at least one) end to end, and cut the result into sequences of `seq_length` tokens.
 
     Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.
-    `truncate` keeps the first `seq_length - 2` tokens of each document, `chunk` keeps all.
+    `long_documents` is "truncate" (keep the first `seq_length - 2` tokens of each document) or "chunk" (keep all).
     """
     lengths_n = documents.lengths_n.astype(np.int64)
     if long_documents == "truncate":
@@ -165,10 +165,10 @@ def concatenate_documents(documents: Documents, *, seq_length: int, long_documen
 
 
 def best_fit_decreasing(sizes: list[int], *, capacity: int) -> list[int]:
-    """Return for each segment the index of its sequence. Sequences are numbered from 0 as they are opened.
+    """Pack segments, and return the index of each segment's sequence. Sequences count from 0 in order of opening.
 
     A segment goes into the fullest sequence that has room for it. If none has room, a new sequence is opened. `sizes`
-    are the tokens of each segment, at least one segment, in decreasing order and at most `capacity`.
+    lists the segments' token counts: at least one, in decreasing order, none above `capacity`.
     """
     smallest = sizes[-1]
     sequences_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]

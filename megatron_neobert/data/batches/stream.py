@@ -24,7 +24,7 @@ _REMOTE_BATCHES_AHEAD = 4  # batches whose blocks are fetched from object storag
 
 @dataclass(frozen=True)
 class BatchStream:
-    """Endless batches of a run, from an iteration and its cursor on, over all phases, epoch after epoch."""
+    """Endless batches of a run, over all phases and epochs. The first batch starts at `cursor`, after `iteration`."""
 
     phases: tuple[BatchPhase, ...]
     iteration: int = 0  # iterations that are done
@@ -34,7 +34,7 @@ class BatchStream:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text per token of the first phase's corpus; None if it is not known, and for a blend."""
+        """UTF-8 bytes of text per token in the first phase's corpus. None for a blend, or if the number is unknown."""
         sources = self.phases[0].sources
         return sources[0].corpus.manifest.bytes_per_token if len(sources) == 1 else None
 
@@ -47,7 +47,7 @@ class BatchStream:
         return next((phase for phase in reversed(self.phases) if phase.first <= iteration), self.phases[0])
 
     def rank_batches(self, *, first: int = 0, every: int = 1) -> Iterator[RankBatches]:
-        """Yield the batches of `self.rank` for the iterations first, first + every, ... after `self.iteration`.
+        """Yield this rank's batches for iterations first, first + every, ..., counted from 0 after `self.iteration`.
 
         Skipped iterations are packed, but their tokens are not read.
         """
@@ -87,12 +87,12 @@ class BatchStream:
             yield GlobalBatch(phase, join_sequences(taken), cursor, self.pads_to_capacity)
 
     def global_batch(self, iteration: int) -> GlobalBatch:
-        """Return the batch of an iteration above `self.iteration`. The batches before it are packed, but not read."""
+        """Return the batch of `iteration`, which must be above `self.iteration`. Earlier ones are packed, not read."""
         return next(islice(self.global_batches(), iteration - self.iteration - 1, None))
 
 
 def build_stream(settings: Settings, opened: Sequence[OpenedCorpora], *, pads_to_capacity: bool = False) -> BatchStream:
-    """Return the training batches, from iteration 1 on, of a run with a single rank.
+    """Return the stream of a run's training batches from iteration 1, for a single rank.
 
     Args:
         opened: Result of `open_phases`.

@@ -54,7 +54,7 @@ _packing_settings = attrgetter("data.seq_length", "data.long_documents", "data.b
 
 
 def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
-    """Return the ids that batches have besides the ids of a corpus."""
+    """Return a tokenizer's vocabulary size and special token ids, which batches need besides the corpus's ids."""
     special = tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id
     return TokenIds(tokenizer.vocab_size, *special, tokenizer.special_ids)
 
@@ -108,10 +108,10 @@ class BatchPhase:
         return Cursor(cursor.epoch, window) if window < self.windows else Cursor(cursor.epoch + 1)
 
     def start_after(self, settings: Settings, corpus_sha256: str, cursor: Cursor) -> Cursor:
-        """Return the cursor at which this phase begins, after batches of other settings and documents until `cursor`.
+        """Return the cursor at which this phase begins, after a phase that ended at `cursor`.
 
-        This is the start of the data if the documents or their order differ, the start of the next unread window if
-        only their packing differs, and otherwise `cursor`.
+        `settings` and `corpus_sha256` belong to the earlier phase. If the documents or their order differ, return the
+        start of the data; if only the packing differs, the start of the next unread window; otherwise `cursor`.
         """
         if corpus_sha256 != self.corpus_sha256 or order_settings(settings) != order_settings(self.settings):
             return Cursor()
@@ -134,7 +134,7 @@ class BatchPhase:
         )
 
     def pack(self, documents: Documents) -> PackedSequences:
-        """Return the packed sequences of the documents of a window, in no random order."""
+        """Pack a window's documents into sequences. The result is not shuffled."""
         data = self.settings.data
         seq_length, long_documents = data.seq_length, data.long_documents
         if data.batch_layout == "concatenated":
@@ -147,11 +147,11 @@ class BatchPhase:
 
         The document numbers contain the component's index, so that the masks of a document differ between components.
 
-        A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after
+        For a single source, return its window in `epoch`. In a blend, each source has an endless order, one epoch after
         another, and `epoch` is not used. From a source with the share s, window k of n documents takes documents
         floor(k n s) to floor((k + 1) n s) of this order, spread evenly over the window:
 
-        - Any m consecutive windows have floor or ceil of m n s documents of the source, whatever the other sources are.
+        - Any m consecutive windows contain floor or ceil of m n s documents of the source, for any other sources.
         - n is a multiple of the sum of the weights if the sum is at most 4,096. Then every window has exact shares.
         """
         period = sum(source.weight for source in self.sources)
@@ -184,13 +184,13 @@ class BatchPhase:
 
 
 def masked_capacity(tokens: int, *, probability: float) -> int:
-    """Return the number of masked positions that `tokens` tokens are padded to."""
+    """Return the capacity for masked positions in `tokens` tokens, each predicted with `probability`."""
     deviation = math.sqrt(tokens * probability * (1 - probability))
     return _round_up(tokens * probability + _DEVIATIONS * deviation, _MASKED_MULTIPLE)
 
 
 def document_capacity(documents: int) -> int:
-    """Return the number of documents to which a micro-batch of `documents` documents, dummies included, is padded.
+    """Return the padded document count of a micro-batch with `documents` documents, including dummies.
 
     The result is a power of two from 32 to 512, or a multiple of 512.
     """
@@ -203,7 +203,7 @@ def document_capacity(documents: int) -> int:
 
 
 def pad_to_capacity(values: NDArray[np.generic], capacity: int, filler: int) -> NDArray[np.generic]:
-    """Append fillers until the length is `capacity`, or the next multiple of `capacity` if there are more values."""
+    """Return `values`, padded with `filler` to `capacity`, or to the next multiple of `capacity` if there are more."""
     missing = capacity * max(1, -(-len(values) // capacity)) - len(values)
     return np.concatenate([values, np.full(missing, filler, dtype=values.dtype)])
 
