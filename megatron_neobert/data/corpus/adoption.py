@@ -36,7 +36,8 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
 
     Raises:
         MissingInputError: The .bin or the .idx does not exist.
-        OutputError: A file without a manifest has the name of a new file, or another process writes the corpus.
+        DataError: The index or an id is damaged, or the tokenizer does not fit the files.
+        OutputError: A file of the new corpus exists without a manifest, or another process writes the corpus.
     """
     source, files = corpus_files(prefix), corpus_files(f"{prefix}_documents")
     for candidate in (source, files):
@@ -114,9 +115,9 @@ def _write_chunk(
 
 
 def _document_lengths(shard: MappedShard) -> Iterator[NDArray[np.int64]]:
-    """Yield the number of tokens of each document of Megatron's .idx, which is a run of sequences, in arrays.
+    """Yield arrays with the token count of each document in Megatron's .idx. A document can be several sequences.
 
-    An empty document has 0. Raise DataError if the boundaries of the documents contradict the index.
+    An empty document has length 0. Raise DataError if the document boundaries contradict the index.
     """
     boundaries, sequences = shard.boundaries, shard.lengths.size
     at_boundaries = HEADER.size + 12 * sequences

@@ -38,7 +38,7 @@ def attribute_name(key: str) -> str:
 
 
 def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Yield an error message for each key whose attribute name is no identifier, or is the name of another key, too."""
+    """Yield an error message for each key whose attribute name is no identifier or equals another key's."""
     names = [attribute_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
         if not name.isidentifier() or names.count(name) > 1:
@@ -63,9 +63,9 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 
 def join_columns(path: Path, chunks: Sequence[Path]) -> FileRecord:
-    """Write a Parquet file with the attributes of all documents, as `write_columns` does.
+    """Join the attributes of all chunks in one Parquet file, as `write_columns` does, and return its record.
 
-    `chunks` are files with the content of `pack_columns`.
+    `chunks` are files that contain results of `pack_columns`, in document order.
     """
     import pyarrow as pa
 
@@ -88,9 +88,9 @@ def join_columns(path: Path, chunks: Sequence[Path]) -> FileRecord:
 
 
 def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]") -> FileRecord:
-    """Write the rows of all tables as a Parquet file, in row groups of 2^17 documents, and wait until it is on disk.
+    """Write the rows of all tables as a Parquet file, in row groups of 2^17 documents, and sync the file to disk.
 
-    An existing file is replaced.
+    An existing file is replaced. Return the new file's size and checksum.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -127,9 +127,9 @@ def _to_array(values: Sequence[Plain]) -> "pa.Array":
 
 
 def plain_value(value: object) -> Plain:
-    """Return a field of a record as an attribute value; NaN, lists and objects become None.
+    """Convert a record's field to an attribute value; NaN, lists and objects become None.
 
-    Integers below -2^63 or from 2^63 on become texts, as floats would change them. Texts are cut at 1,000 characters.
+    Integers above 64 bits become texts, because floats would change them. Texts are cut at 1,000 characters.
     Values of other types, such as decimals, become texts.
     """
     if isinstance(value, np.generic):  # such as the score of a filter's classifier
@@ -148,9 +148,9 @@ def plain_value(value: object) -> Plain:
 def _common_type(types: "set[pa.DataType]", columns: "Iterable[pa.ChunkedArray]") -> "pa.DataType":
     """Return the type of a column whose chunks have these types.
 
-    Integers and floats become integers if all floats are whole numbers, such as ids that pandas wrote as floats, floats
-    if no integer changes by this, and texts otherwise. Any other mixture of types becomes texts. `columns` are the
-    values of all chunks; they are only read for integers and floats.
+    Integers mixed with floats become integers if all floats are whole numbers, such as ids that pandas wrote as floats;
+    else floats if the conversion changes no integer; else texts. Any other mixture of types becomes texts. `columns`
+    contains the values of all chunks; it is only read for a mixture of integers and floats.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -69,7 +69,7 @@ class ChosenDocuments:
         return int(self._before[-1])
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each index in [0, len(self)), the number in the corpus of the chosen document at this index."""
+        """Return the document number in the corpus for each index of a chosen document, in [0, len(self))."""
         blocks = np.searchsorted(self._before, indices, side="right") - 1
         ranks_in_block = indices - self._before[blocks]
         up_to_byte = np.cumsum(_BITS_SET[self._blocks[blocks]], axis=1, dtype=np.int16)
@@ -80,11 +80,12 @@ class ChosenDocuments:
 
 
 def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[str] = ()) -> NDArray[np.uint8]:
-    """Return one bit per document, set if all conditions hold and none of the drop lists drops the document.
+    """Return one bit per document, set if all conditions hold and no drop list drops the document.
 
-    `conditions` are expressions of config/expressions.py, and `drop` has the paths of the drop lists. A missing value
-    satisfies neither a comparison nor its negation. Each byte has eight documents, the first in its lowest bit. Bits
-    after the last document pad the array to whole blocks of 256 bits; their values have no meaning.
+    `conditions` are expressions of config/expressions.py, and `drop` contains paths of drop lists. A missing value
+    satisfies neither a comparison nor its negation. Each byte covers eight documents, the first in the lowest bit. Bits
+    after the last document pad the array to whole blocks of 256 bits; their values have no meaning. Raise ConfigError
+    if a condition does not fit the attributes, and DataError if a file is damaged.
     """
     bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if conditions else 255, dtype=np.uint8)
     if conditions:
@@ -111,7 +112,7 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
 
 
 def check_attributes(corpus: Corpus) -> None:
-    """Read all attributes. Raise DataError if a file is damaged; a file with the right checksum can be, too."""
+    """Read all attributes. Raise DataError if a file cannot be decoded, even if the file's checksum is right."""
     for path in corpus.attribute_files:
         for _ in _read_file(path, corpus, list(_types_in(path))):
             pass
@@ -139,10 +140,10 @@ def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield (number of the first document, {name: column}) of each batch of documents.
+    """Yield (number of the first document, {name: column}) for each batch of documents.
 
     Raises:
-        ConfigError: The corpus lacks an attribute, or one has values other than numbers, texts and truth values.
+        ConfigError: An attribute is missing, or its values are not numbers, texts or truth values.
         DataError: A file of attributes is damaged.
     """
     stored = sorted(names - DERIVED.keys())
@@ -168,7 +169,7 @@ def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[
 
 
 def _read_file(path: Path, corpus: Corpus, names: list[str]) -> "Iterator[tuple[range, dict[str, pa.Array]]]":
-    """Yield the documents of each row group, and {name: column}."""
+    """Yield (range of document numbers, {name: column}) for each row group. Raise DataError if the file is damaged."""
     first = 0
     with _open_file(path, read_dictionary=names) as file:
         if file.metadata.num_rows != len(corpus):
@@ -182,7 +183,7 @@ def _read_file(path: Path, corpus: Corpus, names: list[str]) -> "Iterator[tuple[
 
 
 def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
-    """Return the columns `length` (tokens) and `input` (file name) of documents [first, stop), if `names` has them."""
+    """Return the columns `length` (tokens) and `input` (file name) of documents [first, stop), if listed in `names`."""
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
@@ -200,7 +201,7 @@ def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "
 
 
 def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Return the truth of a condition for each row, null if it depends on a missing value.
+    """Evaluate a condition for each row. The result is null where a missing value would decide.
 
     Raise ConfigError if the condition compares different types.
     """
@@ -225,8 +226,8 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
     """Compare two operands (attribute names or literals) row by row; the result is null where a value is missing.
 
-    With == and !=, `*` in a text matches any characters. A text without "/" is compared with the file name of `input`.
-    Raise ConfigError if the types differ, or if truth values are compared with < or >.
+    With == and !=, `*` in a text matches any characters. For `input`, a text without "/" is compared
+    with the file name only. Raise ConfigError if the types differ, or if truth values are compared with < or >.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -278,14 +279,14 @@ def _type_of(arrow_type: "pa.DataType") -> str:
 
 
 def attributes_folder(corpus: Corpus) -> JobFolder:
-    """Return the context manager of PREFIX.attributes.partial. Its lock allows one addition to a corpus at a time."""
+    """Return a context manager for PREFIX.attributes.partial, whose lock allows one addition to a corpus at a time."""
     return JobFolder(corpus.files.attributes.absolute().with_suffix(".partial"))
 
 
 def is_added(corpus: Corpus, origin: str, name: str) -> bool:
     """Return True if the corpus already has an attribute from the same `origin`.
 
-    Otherwise, raise ConfigError if the corpus has an attribute `name`, or an expression could not name it.
+    Otherwise, return False. Raise ConfigError if an attribute `name` exists, or `name` cannot be used in expressions.
     """
     if origin in corpus.manifest.added_attributes:
         return True
@@ -303,7 +304,7 @@ def add_attribute(corpus: Corpus, origin: str, name: str, values: Sequence[Any] 
 
     `origin` states what computed the attribute, for the manifest. Raise DataError if the corpus has been written again
     since it was opened. The file gets its name before the manifest lists it, so a kill at any moment leaves the corpus
-    without the attribute or with all of it. Token ids do not change, and neither does `Manifest.documents_sha256`.
+    without the attribute or with the complete attribute. Token ids and `Manifest.documents_sha256` do not change.
     """
     import pyarrow as pa
 

@@ -47,11 +47,11 @@ class _Header(msgspec.Struct):
 
 
 def read_drop_list(path: Path, corpus: Corpus) -> tuple[DropListEntry, NDArray[np.uint8]]:
-    """Read the part of a drop list that applies to a corpus, which its checksum identifies.
+    """Read a corpus's part of a drop list. The checksum identifies the corpus.
 
     Returns:
-        The entry of the corpus, and its mask: one bit per document, 1 if the document is dropped. Each byte has eight
-        documents, the first in its lowest bit. The mask is read-only and mapped into memory.
+        The entry of the corpus, and its mask: one bit per document, 1 if the document is dropped. Each byte holds eight
+        documents, the first in the lowest bit. The mask is read-only and mapped into memory.
 
     Raises:
         MissingInputError: The file does not exist.
@@ -111,9 +111,9 @@ def write_drop_list(
     """Write a drop list, replacing an existing file atomically, and return its entries, one per corpus.
 
     Args:
-        is_dropped: One value per document of all corpora, in their order.
+        is_dropped: One value per document, one corpus after the other.
         settings: JSON values for the header that record how the list was made.
-        folder: Folder of the unfinished file, in which a killed run may leave it.
+        folder: Folder for the unfinished file. A killed run may leave the file there.
     """
     of_corpora = np.split(is_dropped, np.cumsum([len(corpus) for corpus in corpora])[:-1])
     masks = [np.packbits(of_corpus, bitorder="little") for of_corpus in of_corpora]

@@ -56,28 +56,28 @@ class CorpusFiles(NamedTuple):
     attributes: Path
 
     def shard_files(self, shards: int) -> list[tuple[Path, Path]]:
-        """Return the paths of .bin and .idx of each corpus shard, for a corpus with this number of shards."""
+        """Return the .bin and .idx paths of each corpus shard, for a corpus with `shards` shards."""
         return [(self.bin, self.idx)] if shards == 1 else list(map(self.numbered_shard, range(shards)))
 
     def numbered_shard(self, number: int) -> tuple[Path, Path]:
-        """Return the paths of .bin and .idx of one corpus shard, for a corpus with several shards."""
+        """Return the .bin and .idx paths of corpus shard `number`, for a corpus with several shards."""
         name = f"{self.manifest.stem}_{number:05d}"
         return self.bin.with_name(f"{name}.bin"), self.bin.with_name(f"{name}.idx")
 
     def attribute_files(self, manifest: "Manifest") -> list[tuple[Path, FileRecord]]:
-        """Return the path and the record of each file of document attributes that the manifest lists."""
+        """Return (path, record) for each file of document attributes that the manifest lists."""
         added = [(self.added_attributes(n), file) for n, file in enumerate(manifest.added_attributes.values())]
         return added if manifest.attributes is None else [(self.attributes, manifest.attributes), *added]
 
     def added_attributes(self, number: int) -> Path:
-        """Return the path of a file of attributes that were added to the finished corpus, counted from 0."""
+        """Return the path of file `number` (from 0) among the attribute files added to the finished corpus."""
         return self.attributes.with_name(f"{self.manifest.stem}.attributes_{number:05d}.parquet")
 
     def existing_files(self) -> list[Path]:
         """Return the existing .bin, .idx and attributes files of the corpus with this prefix, without the manifest.
 
-        A readable manifest decides the number of shards. Otherwise shards are counted from 0, up to the first number
-        without files, or the first PREFIX_NUMBER that is a corpus of its own (has a manifest).
+        A readable manifest gives the number of shards. Otherwise, shards are counted from 0 up to the first number
+        without files, or with a manifest PREFIX_NUMBER.json, which belongs to another corpus.
         """
         try:
             pairs = self.shard_files(len(read_manifest(self.manifest).shards))
@@ -116,9 +116,9 @@ class Counts:
     dropped: dict[str, int] = field(default_factory=dict)  # records dropped without an error, by reason
 
     def add(self, counts: "Counts") -> None:
-        """Add counts. From the 1,001st reason of filters on, records are counted under OTHER_REASONS.
+        """Add `counts`. After 1,000 different reasons, records with new reasons of filters count as OTHER_REASONS.
 
-        A filter may give each record a reason of its own, such as a formatted score.
+        The limit is needed because a filter may give each record a different reason, such as a formatted score.
         """
         for name, value in vars(counts).items():
             if isinstance(value, int):
@@ -166,7 +166,7 @@ class BackendRecord(msgspec.Struct, frozen=True):
 
 
 class CorpusShard(msgspec.Struct, frozen=True):
-    """One .bin/.idx pair, which has consecutive documents of the corpus."""
+    """One .bin/.idx pair, which contains consecutive documents of the corpus."""
 
     documents: Annotated[int, msgspec.Meta(ge=1)]
     tokens: Annotated[int, msgspec.Meta(ge=1)]
@@ -214,7 +214,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def documents_sha256(self) -> str:
-        """SHA-256 over the checksums of all .bin and .idx files; other corpora have another value, copies the same."""
+        """SHA-256 over the checksums of all .bin and .idx files. All copies of a corpus have the same value."""
         hashes = [f"{shard.bin.sha256} {shard.idx.sha256}\n" for shard in self.shards]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 

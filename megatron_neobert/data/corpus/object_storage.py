@@ -81,18 +81,18 @@ class ObjectStorage:
 
     @property
     def fetching(self) -> FetchState:
-        """Threads and blocks of this process."""
+        """This process's threads, and the blocks that they fetch. A forked process gets new threads."""
         if self._fetching is None or self._fetching.process_id != os.getpid():
             self._fetching = FetchState()
         return self._fetching
 
     def cancel(self) -> None:
-        """Cancel all prefetching; otherwise the process would wait for it when it exits."""
+        """Cancel all prefetching, so that the process does not wait for fetches when it exits."""
         self.fetching.threads.shutdown(wait=False, cancel_futures=True)
         self._fetching = None
 
     def open_corpus(self, prefix: str) -> "tuple[CorpusFiles, Manifest, list[tuple[RemoteFile, Path]]]":
-        """Copy the manifest and the indexes of a remote corpus to the cache. Indexes in the cache are kept.
+        """Copy a remote corpus's manifest and indexes to the cache, except indexes that are cached already.
 
         Return the local files of the corpus, its manifest, and for each corpus shard the remote .bin and the local
         .idx. Raise MissingInputError if there is no manifest at this URL.
@@ -294,10 +294,11 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
-    """Return the result of `action`, called with the fsspec file system, the path in it, and limits of a call's time.
+    """Call `action` with the fsspec file system of `url`, the path in it and a timeout, and return the result.
 
-    After an OSError, wait and call it again; raise StorageError after five calls. An overloaded server may report an
-    existing file as missing, so a missing file is retried, too; without `retry_missing`, raise MissingInputError.
+    After an OSError, wait and call `action` again; raise StorageError after five failed calls. A missing file is
+    retried too, because an overloaded server may report an existing file as missing; if `retry_missing` is False, raise
+    MissingInputError instead.
     """
     waits = list(_WAITS_SECONDS)
     while True:

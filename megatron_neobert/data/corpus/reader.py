@@ -38,7 +38,7 @@ _SPARE_OPEN_FILES = 200
 
 
 class _Locations(NamedTuple):
-    """Corpus shard, byte offset in its .bin, and length in tokens of each document."""
+    """Location of each document: corpus shard, byte offset in the shard's .bin, and length in tokens."""
 
     shards: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -48,8 +48,9 @@ class _Locations(NamedTuple):
 class Corpus:
     """A finished corpus, opened for reading. Documents are numbered from 0 across all corpus shards.
 
-    `prefix` is the path of the corpus without .bin, .idx or .json. It is a URL if `storage` is given, which reads a
-    remote corpus through a local cache folder. Raise ConfigError for a URL without `storage`.
+    `prefix` is the path of the corpus without .bin, .idx or .json, or a URL if `storage` is given. `storage` reads a
+    remote corpus through a local cache folder. Raise ConfigError for a URL without `storage`, MissingInputError if
+    there is no corpus, DataError if the files are damaged, and StorageError if a remote file cannot be read.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
@@ -100,7 +101,7 @@ class Corpus:
     ) -> NDArray[Any]:
         """Return the token ids of segments of documents, concatenated in one new array of the corpus's dtype.
 
-        Segment i has lengths[i] tokens of documents[i], from token starts[i] on, and must be within its document. Raise
+        Segment i is lengths[i] tokens of documents[i], from token starts[i] on, and must be within the document. Raise
         DataError if the index contradicts itself about a document, or an id may not occur in a document.
         """
         item = self.dtype.itemsize
@@ -218,7 +219,7 @@ class Corpus:
 
 
 def open_corpus(prefix: str, *, cache: str | None) -> Corpus:
-    """Open a corpus of this machine, or a remote one through the folder `cache`."""
+    """Open a local corpus, or a remote corpus through the cache folder `cache`. See `Corpus` for errors."""
     return Corpus(prefix, ObjectStorage(Path(cache)) if cache and is_url(prefix) else None)
 
 
@@ -248,7 +249,7 @@ def _compare_sha256(files: CorpusFiles, path: Path | RemoteFile, expected: str, 
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
-    """Return a corpus's manifest. Raise MissingInputError without any file, DataError for missing or damaged files."""
+    """Read a manifest. Raise MissingInputError if no corpus file exists, DataError if some are missing or damaged."""
     prefix = files.manifest.with_suffix("")
     if files.manifest.is_file():
         manifest = read_manifest(files.manifest)

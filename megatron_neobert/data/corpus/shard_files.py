@@ -35,7 +35,7 @@ _PREFETCHED_STEPS = 8
 def write_index(index: NewFile, lengths: Sequence[Path], dtype: np.dtype[Any]) -> None:
     """Write the content of an .idx to `index`, which the caller commits.
 
-    The files in `lengths` have the lengths of the documents in tokens, as int32. `dtype` is the type of the token ids
+    The files in `lengths` contain the documents' lengths in tokens, as int32. `dtype` is the type of the token ids
     in the .bin.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
@@ -56,7 +56,7 @@ def read_items(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]
 
 
 def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
-    """Yield the byte offset of each document, one array per array of lengths, and then the boundaries 0 to n."""
+    """Yield arrays of document byte offsets, one per array in `lengths`, then arrays with the boundaries 0 to n."""
     end = documents = 0
     for step in lengths:
         sizes = step.astype("<i8") * dtype.itemsize
@@ -123,7 +123,7 @@ class MappedShard:
                 )
 
     def check_index(self, entries: NDArray[np.int64]) -> None:
-        """Raise DataError with a byte offset unless all lengths are positive, and `entries` follow from them.
+        """Raise DataError with a byte offset if a length is not positive, or `entries` do not follow from the lengths.
 
         The entries are `pointers` (byte offsets in the .bin) or `pointers_and_boundaries`.
         """
@@ -149,7 +149,7 @@ class MappedShard:
             yield step
 
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the byte offset in the .bin and the length in tokens of each document, numbered within the shard.
+        """Return each document's byte offset in the .bin and length in tokens. Documents are numbered within the shard.
 
         Raise DataError if a document has no token, or does not end where the next one begins.
         """

@@ -62,7 +62,7 @@ class TokenizedChunk:
 
 @dataclass(frozen=True)
 class ShardJob(Job[None]):
-    """Join chunks to the .bin and .idx of a corpus shard. The folder is within that of the chunks."""
+    """Join chunks into the .bin and .idx of one corpus shard. The job's folder is inside the chunks' folder."""
 
     result_type = None
     sync = True
@@ -100,12 +100,12 @@ def write_corpus(
     filters: Mapping[str, int | float | str | None],
     quarantined: Mapping[str, QuarantinedInput] | None = None,
 ) -> Manifest:
-    """Write the corpus of these chunks, replacing a corpus with the same prefix, and return its manifest.
+    """Write a corpus from chunks, replacing a corpus with the same prefix, and return the new manifest.
 
     Args:
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order. At least one
             has a document.
-        files: Final paths. No other process may use PREFIX.partial, which has the files of the chunks.
+        files: Final paths. No other process may use PREFIX.partial, which contains the chunks' files.
         dtype: Dtype of the ids; None for the result of `token_dtype`.
         shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
         runner: Writes the corpus shards; None writes one shard after the other.
@@ -165,7 +165,7 @@ def write_corpus(
 def _group_chunks(
     chunks: Sequence[Finished[TokenizedChunk]], limit: int | None, dtype: np.dtype[Any]
 ) -> list[list[Finished[TokenizedChunk]]]:
-    """Return the chunks of each corpus shard, of at most `limit` bytes or one chunk."""
+    """Group consecutive chunks into corpus shards of at most `limit` bytes. A larger chunk is a shard by itself."""
     groups, shard_bytes = list[list[Finished[TokenizedChunk]]](), 0
     for chunk in chunks:
         chunk_bytes = chunk.result.counts.tokens * dtype.itemsize
@@ -180,7 +180,7 @@ def _group_chunks(
 def _sum(
     chunks: Sequence[Finished[TokenizedChunk]],
 ) -> tuple[Counts, dict[str, InputRecord], dict[str, BackendRecord]]:
-    """Return the sums of all chunks: counts, records of input files, and records of tokenizer back ends."""
+    """Sum over all chunks. Return the counts, the records of input files, and the records of tokenizer back ends."""
     total, inputs, backends = Counts(), dict[str, InputRecord](), dict[str, BackendRecord]()
     for chunk in (finished.result for finished in chunks):
         counts = chunk.counts
@@ -196,10 +196,10 @@ def _sum(
 
 
 def _replace_old_corpus(files: CorpusFiles, manifest: Manifest, work: Path) -> None:
-    """Remove the corpus with this prefix, and move the files of the new one from `work` to their final names.
+    """Remove the old corpus with this prefix, and move the new corpus's files from `work` to their final names.
 
-    The manifest goes first and comes last. So after a kill in the middle, no manifest describes files that are missing
-    or replaced. Raise OutputError if a new file would replace a file that does not belong to the old corpus.
+    The old manifest is removed first, and the new manifest is moved last. So after a kill in between, no manifest
+    describes missing or replaced files. Raise OutputError if a new file would replace a file of another corpus.
     """
     old_files, pairs = files.existing_files(), files.shard_files(len(manifest.shards))
     for file in sum(pairs, ()):
@@ -225,8 +225,8 @@ def _replace_old_corpus(files: CorpusFiles, manifest: Manifest, work: Path) -> N
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     """Raise OutputError if a file of the corpus exists, unless `overwrite` is set.
 
-    With `overwrite`, raise it if the files have no manifest of this project, unless PREFIX.partial shows that a killed
-    run has removed the manifest.
+    With `overwrite`, raise OutputError only if files exist without a valid manifest of this project, and no
+    PREFIX.partial shows that a killed run removed the manifest.
     """
     paths = [*files.existing_files(), files.manifest]
     existing = [str(path) for path in paths if path.exists()]
