@@ -28,7 +28,7 @@ _SMALL_FAMILY = 8
 
 
 def pair_neighbours(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Pair each repeated key in sorted `keys` with its first occurrence and, if different, the one before it.
+    """Pair each repeated key in sorted `keys` with the key's first and, if different, previous occurrence.
 
     Return positions, shape (pairs, 2), the earlier position first.
     """
@@ -42,7 +42,7 @@ def pair_neighbours(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 def find_families(keys: NDArray[np.uint64], is_joined: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the positions of all documents of families, in ascending order.
 
-    A family has four or more documents with one key, of which two or more are not joined to an earlier document.
+    A family is four or more documents with the same key, at least two of them not joined to an earlier document.
     """
     family_of = np.cumsum(_starts_run(keys)) - 1
     sizes, unjoined = np.bincount(family_of), np.bincount(family_of, ~is_joined)
@@ -52,9 +52,9 @@ def find_families(keys: NDArray[np.uint64], is_joined: NDArray[np.bool_]) -> NDA
 def divide_families(
     keys: NDArray[np.uint64], lengths: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield blocks of documents to search together: positions in `keys`, and for each of them a number of its family.
+    """Yield blocks of documents to search together: each document's position in `keys`, and its family number.
 
-    A family with more than BLOCK_TOKENS tokens is divided into several, by the length of the documents. `keys` is
+    A family with more than BLOCK_TOKENS tokens is divided into families of documents with similar lengths. `keys` is
     sorted, and `lengths` are in tokens.
     """
     positions = np.lexsort((lengths, keys))
@@ -78,15 +78,15 @@ def pair_by_rare_ngrams(
     is_joined: NDArray[np.bool_],
     ngram: int,
 ) -> NDArray[np.int64]:
-    """Return pairs of documents of one family that share rare n-grams, [pairs, 2], the lower index first.
+    """Pair documents of the same family that share rare n-grams. Return indices, [pairs, 2], the lower one first.
 
-    Each document that is not joined is paired with the few documents with which it shares the most of its rarest
-    n-grams; an n-gram counts more the fewer documents have it.
+    Each document that is not joined is paired with the few documents that contain most of its rarest n-grams. An
+    n-gram counts more if fewer documents contain it.
 
     Args:
         ids: Concatenated token ids of the documents, which are sorted by family.
         lengths: Number of tokens of each document.
-        family_of: A number for each document.
+        family_of: Family number of each document.
         is_joined: True for documents that need no pair.
         ngram: Tokens per n-gram.
     """

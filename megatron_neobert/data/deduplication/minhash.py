@@ -42,7 +42,7 @@ class MinHashSettings:
 def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHashSettings) -> NDArray[np.uint32]:
     """Return each document's smallest n-gram hash under each fixed permutation, shape [permutations, documents].
 
-    `ids` are the concatenated token ids of the documents, and `lengths` their numbers of tokens, at least 1.
+    `ids` are the concatenated token ids of the documents, and `lengths` the documents' token counts, at least 1.
     """
     permutations = settings.bands * settings.rows
     random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * permutations), "<u4").astype(np.uint32)
@@ -71,14 +71,14 @@ def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
 
 
 def hash_documents(ids: NDArray[np.integer], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of the token ids of each document. `minima` describes the arguments."""
+    """Return a 64-bit hash of each document's token ids. The arguments are those of `minima`."""
     bounds, content = [0, *(ids.itemsize * np.cumsum(lengths, dtype=np.int64)).tolist()], ids.tobytes()
     hashes = (hashlib.blake2b(content[begin:end], digest_size=8).digest() for begin, end in pairwise(bounds))
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)
 
 
 def shingles(ids: bytes, ngram: int) -> set[bytes]:
-    """Return the n-grams of a document of 32-bit token ids; a document of fewer than n tokens is one n-gram."""
+    """Return the n-grams of a document, given as 32-bit ids. A document of fewer than n tokens is a single n-gram."""
     size = 4 * ngram
     return {ids[begin : begin + size] for begin in range(0, max(4, len(ids) - size + 4), 4)}
 
@@ -94,8 +94,8 @@ def hash_ngrams(
 ) -> NDArray[np.uint32]:
     """Return for each token a 32-bit hash of the n-gram that begins there, shape [tokens].
 
-    In a document of fewer than n tokens, the first token gets a hash of the whole document. The last n - 1 tokens of a
-    document, where no n-gram begins, get the hash of its first token, which changes no minimum.
+    In a document of fewer than n tokens, the first token gets a hash of the whole document. No n-gram begins at the
+    last n - 1 tokens of a document; they get the first token's hash, which does not change the document's minimum.
     """
     # Ids are shifted by one, so that 0 pads short documents.
     tokens = ids.astype(np.uint32) + np.uint32(1)

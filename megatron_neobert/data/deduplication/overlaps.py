@@ -47,7 +47,7 @@ class OverlapSettings(SearchSettings):
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Texts of one evaluation corpus that share an n-gram with a searched document."""
+    """Counts of an evaluation corpus's texts: all, texts sharing an n-gram with a searched document, short texts."""
 
     prefix: str
     texts: int
@@ -57,7 +57,7 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class OverlapJob(Job[None]):
-    """Write the numbers of a chunk's documents that share an n-gram (int64), and the hashes of these n-grams."""
+    """Find a chunk's documents that share n-grams with evaluation texts; write document numbers and n-gram hashes."""
 
     result_type = None
     kinds = ("documents", "ngrams")
@@ -80,9 +80,9 @@ class OverlapJob(Job[None]):
 
 
 def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]] | None:
-    """Find the documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
+    """Find overlapping documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
-    Return the entries of the drop list, one per searched corpus, and the overlaps of each corpus of evaluation texts.
+    Return the drop list's entries, one per searched corpus, and one `Overlaps` per corpus of evaluation texts.
     Return None if a resumed search has nothing to do.
     """
     corpora = open_corpora((*settings.prefixes, *settings.against))
@@ -119,7 +119,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
 
 
 def hash_corpus(corpus: Corpus, ngram: int) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-    """Yield the results of `hash_ngrams` for consecutive documents of a whole corpus."""
+    """Yield the result of `hash_ngrams` for each group of consecutive documents, until the end of the corpus."""
     for _, ids, lengths in read_steps(corpus, np.arange(len(corpus))):
         yield hash_ngrams(ids, lengths, ngram)
 
@@ -127,9 +127,9 @@ def hash_corpus(corpus: Corpus, ngram: int) -> Iterator[tuple[NDArray[np.uint64]
 def hash_ngrams(
     ids: NDArray[np.integer], lengths: NDArray[np.int32], ngram: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Return a 64-bit hash of each n-gram within a document, and the index of its document.
+    """Return a 64-bit hash of each n-gram, and the index of the n-gram's document. No n-gram spans two documents.
 
-    `ids` are the concatenated token ids of the documents, and `lengths` their numbers of tokens.
+    `ids` are the concatenated token ids of the documents, and `lengths` the documents' token counts.
     """
     tokens = ids.astype(np.uint64) + np.uint64(1)
     count = max(0, len(tokens) - ngram + 1)
@@ -146,7 +146,7 @@ def hash_ngrams(
 
 
 class KnownHashes:
-    """A set of hashes, with a table of 16 to 32 entries per hash that rules out most others without a search.
+    """Set of hashes. A table of 16 to 32 entries per hash rules out most unknown hashes without a search.
 
     `sorted_hashes` are in ascending order.
     """
@@ -159,7 +159,7 @@ class KnownHashes:
         self._table[self._entries(self._sorted)] = True
 
     def contain(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return for each hash whether it is in the set."""
+        """Return True for each hash in `hashes` that is in the set."""
         is_known = self._table[self._entries(hashes)]
         at = np.searchsorted(self._sorted, hashes[is_known])
         is_known[is_known] = self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes[is_known]

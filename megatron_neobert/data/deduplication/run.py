@@ -80,7 +80,7 @@ class FindSettings(SearchSettings):
     )
 
     def origin(self, corpora: Sequence[Corpus]) -> str:
-        """Return what the manifests of these corpora record about the added attribute."""
+        """Return the description of the added attribute that the corpora's manifests record."""
         values = [f"{name}={value}" for name, value in asdict(self.minhash).items()]
         sha256 = [f"corpus={corpus.manifest.documents_sha256}" for corpus in corpora]
         return " ".join(["find-duplicates", f"add-attribute={self.add_attribute}", *values, *sha256])
@@ -90,8 +90,8 @@ class FindSettings(SearchSettings):
 class SignatureJob(Job[None]):
     """Write the keys of all documents of one chunk.
 
-    For each band and for the hash of whole documents, the file has the sorted keys (uint64), and then the documents in
-    the order of their keys (uint32, counted from the first document of the chunk).
+    For each band, and last for the whole-document hash, the file contains the sorted keys (uint64), then the document
+    numbers in key order (uint32, counted from the first document of the chunk).
     """
 
     result_type = None
@@ -116,7 +116,7 @@ class SignatureJob(Job[None]):
             files["keys"].write(order.astype("<u4").data)
 
     def read_keys(self, band: int, low: int, high: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return this chunk's keys of a band in [low, high), sorted, and their document numbers. `high` may be 2^64."""
+        """Return a band's keys in [low, high), sorted, and each key's document number. `high` may be 2^64."""
         count = len(self.numbers)
         at = band * count * 12
         keys: NDArray[np.uint64] = np.memmap(self.file("keys"), "<u8", "r", at, count)
@@ -128,7 +128,7 @@ class SignatureJob(Job[None]):
 
 @dataclass(frozen=True)
 class PairJob(Job[None]):
-    """Write the pairs of similar documents whose keys of one band, or hashes, are equal and in one bucket."""
+    """Compare documents with equal keys of one band (or equal hashes) in one bucket, and write the similar pairs."""
 
     result_type = None
     sync = True
@@ -181,7 +181,7 @@ class PairJob(Job[None]):
         return lengths
 
     def _read(self, documents: NDArray[np.int64]) -> list[bytes]:
-        """Return the token ids of documents as 32-bit integers; `documents` is sorted."""
+        """Return each document's token ids as bytes of 32-bit integers. `documents` must be sorted."""
         contents: list[bytes] = []
         # Sorted, so the documents of one corpus are consecutive.
         for _, corpus, numbers in self.documents.by_corpus(documents):
@@ -259,7 +259,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry] | None:
 
 
 def find_clusters(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
-    """Return for each document the number of the first document of its cluster, by union-find over all pairs.
+    """Join all pairs to clusters by union-find. Return, for each document, the number of its cluster's first document.
 
     `pair_files` contain pairs of document numbers as int64.
     """
@@ -291,7 +291,7 @@ def find_clusters(documents: int, pair_files: Sequence[Path]) -> NDArray[np.inte
 
 
 def count_cluster_sizes(firsts: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Return the number of documents in the cluster of each document; `firsts` is the result of `find_clusters`."""
+    """Return the size of each document's cluster, in documents. `firsts` is the result of `find_clusters`."""
     sizes = np.zeros(len(firsts), dtype=np.int32)
     steps = [slice(start, start + _STEP_DOCUMENTS) for start in range(0, len(firsts), _STEP_DOCUMENTS)]
     for step in steps:

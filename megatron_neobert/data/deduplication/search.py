@@ -56,15 +56,16 @@ class SearchedDocuments:
 
     @cached_property
     def chunks(self) -> list[range]:
-        """Document numbers of each chunk. A chunk has documents of one corpus."""
+        """Document numbers of each chunk. All documents of a chunk are in the same corpus."""
         bounds = [0, *accumulate(self.sizes)]
         step = self.chunk_documents
         return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
 
     def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
-        """Yield (mask of its documents in `numbers`, corpus, their numbers in the corpus) for each corpus.
+        """Yield (mask, corpus, document numbers in the corpus) for each corpus with documents in `numbers`.
 
-        The mask has the shape of `numbers`. Raise DataError if a corpus has changed since the run began.
+        The mask has the shape of `numbers` and marks the corpus's documents. Raise DataError if a corpus has changed
+        since the run began.
         """
         bounds = np.append(0, np.cumsum(self.sizes))
         corpus_of = np.searchsorted(bounds, numbers, side="right") - 1
@@ -78,8 +79,8 @@ def begin(
 ) -> None:
     """Start or resume a search; `recorded` are its settings.
 
-    Raise OutputError if `output` exists and may not be replaced: it is not a drop list, or there is neither `overwrite`
-    nor an unfinished run to resume.
+    Raise OutputError if `output` exists but is not a drop list, or if `output` exists and the run neither overwrites
+    nor resumes.
     """
     may_replace = settings.overwrite or (settings.resume and folder.has_begun)
     if settings.output.exists() and not may_replace:
@@ -93,8 +94,8 @@ def begin(
 def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: Mapping[str, Any]) -> bool:
     """Return True if a resumed search has nothing to do: an undamaged drop list of these corpora, in order, exists.
 
-    `recorded` are the settings that the header of the list must have. The remains of an interrupted deletion of
-    OUTPUT.partial are deleted.
+    `recorded` are the settings that the list's header must contain. If an earlier deletion of OUTPUT.partial was
+    interrupted, the rest is deleted.
     """
     if not settings.resume or job_folder(settings).has_begun:
         return False
@@ -114,12 +115,12 @@ def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: M
 
 
 def job_folder(settings: SearchSettings) -> JobFolder:
-    """Return the context manager of OUTPUT.partial. Its path is absolute, because workers have other folders."""
+    """Return a context manager for OUTPUT.partial. The path is absolute: workers may have another current folder."""
     return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
 def read_steps(corpus: Corpus, documents: NDArray[np.int64]) -> Iterator[tuple[slice, NDArray[Any], NDArray[np.int32]]]:
-    """Yield consecutive slices of `documents`, with their token ids, concatenated, and their lengths in tokens."""
+    """Yield (slice, concatenated token ids, lengths in tokens) for consecutive slices of `documents`."""
     lengths = corpus.lengths_of(documents)
     for step in steps_of(lengths):
         numbers = documents[step]
@@ -127,7 +128,7 @@ def read_steps(corpus: Corpus, documents: NDArray[np.int64]) -> Iterator[tuple[s
 
 
 def steps_of(lengths: NDArray[np.integer]) -> list[slice]:
-    """Return consecutive slices of at most _STEP_TOKENS tokens plus the tokens of one element."""
+    """Divide `lengths` into consecutive slices of about _STEP_TOKENS tokens, at most one element above this limit."""
     step_of = np.cumsum(lengths, dtype=np.int64) // _STEP_TOKENS
     bounds = [0, *(np.flatnonzero(np.diff(step_of)) + 1).tolist(), len(lengths)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]

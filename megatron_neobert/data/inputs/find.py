@@ -24,7 +24,7 @@ _VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "Last
 
 
 class InputVersion(NamedTuple):
-    """Size and version of an input file. Differs after a change, as far as the file system or server reports it."""
+    """Size and version of an input file. They differ after a change that the file system or server reports."""
 
     bytes: int
     version: str  # modification time, or the identifier that the server uses
@@ -60,7 +60,7 @@ def input_version(path: str) -> InputVersion:
 
 
 def version_from_info(info: dict[str, Any], url: str) -> InputVersion:
-    """Return the version of a URL from the result of `info` of its file system. Raise DataError if it has no size."""
+    """Return a URL's version from its file system's `info` result. Raise DataError if the size is missing."""
     if info.get("size") is None:
         raise DataError(f"{url}: the server does not report the size; copy the file to a disk and use the copy")
     versions = (str(info[key]) for key in _VERSION_KEYS if info.get(key))
@@ -68,7 +68,7 @@ def version_from_info(info: dict[str, Any], url: str) -> InputVersion:
 
 
 def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield the patterns, with the lines of the file or URL `list` in place of each `@list`. Skip blank lines.
+    """Yield the patterns. Replace each `@list` by the lines of the file or URL `list`, without blank lines.
 
     A pattern `@list` is not replaced if a file `@list` exists. Raise MissingInputError if `list` does not exist.
     """
@@ -97,7 +97,7 @@ def _local_files(pattern: str) -> list[str]:
 
 
 def _walk(top: Path) -> Iterator[str]:
-    """Yield the paths of all files below `top`, relative to it and unsorted. Raise OSError if a folder is unreadable.
+    """Yield all files below `top` as paths relative to `top`, unsorted. Raise OSError if a folder is unreadable.
 
     Folders that begin with `.` or `_` are skipped. Symbolic links are followed, but each folder is read only once.
     """

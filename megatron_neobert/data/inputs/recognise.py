@@ -65,7 +65,7 @@ _LARGEST_INVALID_SHARE = 0.1
 def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
     """Return the chunks of an input file in order, each with about `chunk_bytes` of text.
 
-    Only Parquet files and uncompressed files of lines have several.
+    Only Parquet files and uncompressed files of lines are divided into several chunks.
     """
     whole = recognise(path, settings)
     cuts: list[int] = []  # in units of Chunk.start
@@ -107,7 +107,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 def recognise(path: str, settings: ReadSettings) -> Chunk:
     """Return the whole input file as one chunk, with its format and compression.
 
-    Raise DataError if the format is not supported or not that of --input-format, or if the first bytes are damaged.
+    Raise DataError if the format is not supported or contradicts --input-format, or if the first bytes are damaged.
     """
     with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
@@ -144,7 +144,7 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     """Return "jsonl" or "text", the format of a file without the magic bytes of a table or web archive.
 
-    `head` has the first _HEAD_BYTES of the decompressed file. If they are ambiguous, the ending of `path`, such as
+    `head` holds the first _HEAD_BYTES of the decompressed file. If `head` is ambiguous, the ending of `path`, such as
     .jsonl or .csv, decides. Raise DataError for binary content, a PDF, markup, a CSV table, and JSON whose objects span
     lines.
     """

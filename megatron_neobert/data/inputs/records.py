@@ -40,7 +40,7 @@ class Reason(StrEnum):
 
 
 def read_size(text: str) -> int:
-    """Return a size like 500, 10GB (10^10) or 64MiB (2^26) in bytes. Raise ValueError if it is invalid or below 1."""
+    """Convert a size like 500, 10GB (10^10) or 64MiB (2^26) to bytes. Raise ValueError if invalid or below 1."""
     number = text.rstrip("BkKMGTi")
     try:
         size = int(float(number) * _UNIT_BYTES[text[len(number) :]])
@@ -52,7 +52,7 @@ def read_size(text: str) -> int:
 
 
 def read_separator(text: str) -> str:
-    """Return the text with escapes such as \\n replaced by their characters. Raise ValueError if one is invalid."""
+    """Replace escapes such as \\n by their characters. Raise ValueError if an escape is invalid."""
     try:
         separator = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
         separator.encode()
@@ -130,7 +130,7 @@ class RecordBatch:
     def add_text(self, text: str, number: int, fields: Fields, *, size: int | None = None) -> None:
         """Add a text, or count it in `dropped` if it is only white space. U+FFFD replaces lone surrogates.
 
-        `number` and `fields` belong to its record. `size` is its size in UTF-8 bytes; None computes it.
+        `number` and `fields` belong to the text's record. `size` is the text's size in UTF-8 bytes, computed if None.
         """
         if not text or text.isspace():
             self.dropped[Reason.EMPTY_TEXT] += 1

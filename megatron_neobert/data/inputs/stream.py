@@ -141,7 +141,7 @@ def file_size(file: Any, path: str) -> int:
 
 
 class _FilePart:
-    """The bytes of a chunk as they are in the file, for the file objects that decompress them."""
+    """A chunk's bytes as stored in the file, before decompression. Decompressors read from this object."""
 
     def __init__(self, chunk: Chunk) -> None:
         self._file = open_input(chunk.path)
@@ -193,13 +193,13 @@ class InputReader(io.RawIOBase):
 
     @property
     def progress(self) -> float:
-        """Share of the chunk's bytes in the file that is read, 0 to 1; counts compressed bytes."""
+        """Share of the chunk that has been read, 0 to 1, measured in bytes of the file (compressed if the file is)."""
         return min(1.0, self._part.bytes_read / self._part.length) if self._part.length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
         """Return the next `size` decompressed bytes, or b"" after the end of the chunk.
 
-        Fewer bytes are returned only at the end, and if a byte-order mark was removed at the beginning. Raise
+        Fewer bytes are returned only at the end, or if a byte-order mark was removed at the beginning. Raise
         DamagedStream if the stream is damaged within these bytes.
         """
         with named_errors(self._path):
@@ -223,7 +223,7 @@ class InputReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, for io.BufferedReader."""
+        """Read into `buffer`, and return the number of bytes. io.BufferedReader calls this method."""
         content = self.read(len(buffer))
         buffer[: len(content)] = content
         return len(content)

@@ -133,10 +133,10 @@ def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[pa.Array], float, list[str]]]:
-    """Yield consecutive rows in batches: columns, share of the chunk read so far (0 to 1), names of the file's columns.
+    """Yield (columns, share of the chunk read so far, names of the file's columns) for each batch of consecutive rows.
 
-    The columns are one array for --text-key, then one for each --record-key. Raise DataError if rows are missing at the
-    end or --text-key is no text column.
+    `columns` contains an array for --text-key, then an array for each --record-key. Raise DataError if rows are missing
+    at the end or --text-key is no text column.
     """
     with _open_parquet(chunk.path) as file:
         columns = _find_columns(chunk.path, file.schema_arrow, settings)
@@ -229,7 +229,7 @@ def _named_damage(chunk: Chunk) -> Iterator[None]:
 
 
 def _take_column(batch: pa.RecordBatch, path: Sequence[str]) -> pa.Array:
-    """Return a column, or the field within structs that `path` leads to. An empty path gives a column of nulls."""
+    """Return the column, or field within structs, at `path`. For an empty path, return a column of nulls."""
     if not path:
         return pa.nulls(len(batch))
     column = batch.column(batch.schema.get_field_index(path[0]))
@@ -237,9 +237,9 @@ def _take_column(batch: pa.RecordBatch, path: Sequence[str]) -> pa.Array:
 
 
 def _find_columns(path: str, schema: pa.Schema, settings: ReadSettings) -> list[tuple[list[str], pa.DataType]]:
-    """Return (path, type) of the column of --text-key, and then of the column of each --record-key.
+    """Return (path, type) of the --text-key column, then of each --record-key column.
 
-    A path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
+    A path lists the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
     named `a.b` takes precedence over the field `b` of the struct `a`. The path of a --record-key without a column is
     empty. Raise DataError if the file `path` has no column --text-key, its type is neither text nor null, or a key has
     several columns.

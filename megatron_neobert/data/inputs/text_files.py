@@ -35,7 +35,7 @@ def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 
 def _read_objects(records: list[bytes], first_number: int, settings: ReadSettings) -> RecordBatch:
-    """Return a batch of JSON lines, malformed ones in `rejected`. Blank lines are skipped, but have a number."""
+    """Parse JSON lines into a batch, malformed lines into `rejected`. Blank lines are numbered, but skipped."""
     batch, last = RecordBatch(numbers=len(records)), dict[str, object]()
     key, keys = settings.text_key, settings.record_keys
     for number, line in enumerate(records, first_number):
@@ -62,7 +62,7 @@ def _read_objects(records: list[bytes], first_number: int, settings: ReadSetting
 
 
 def _parse_object(line: bytes) -> dict[str, object] | None:
-    """Return the object in a JSON line, or None for a blank line. Raise ValueError if it has another value or none."""
+    """Return the object in a JSON line, or None for a blank line. Raise ValueError if the line is not an object."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -83,7 +83,7 @@ def _read_fields(record: dict[str, object], keys: Sequence[str]) -> Fields:
 
 
 def _look_up(record: dict[str, object], key: str) -> object:
-    """Return `record[key]`, or `record["a"]["b"]` if the key is `a.b` and not in the record, or raise KeyError."""
+    """Return `record[key]` or, if the key `a.b` is missing, `record["a"]["b"]`. Raise KeyError if neither exists."""
     if key in record:
         return record[key]
     first, dot, rest = key.partition(".")
@@ -96,8 +96,8 @@ def _look_up(record: dict[str, object], key: str) -> object:
 def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield the documents of plain text in batches. Without --text-separator, the file is one document.
 
-    A document of more than `max_document_bytes` is in `rejected`. Documents of only white space are skipped, but have a
-    number.
+    A document of more than `max_document_bytes` is in `rejected`. Documents of only white space are numbered, but
+    skipped.
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     with InputReader(chunk) as stream:
@@ -126,8 +126,8 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 def read_records(stream: InputReader, *, separator: bytes, limit: int) -> Iterator[list[bytes]]:
     """Yield the records between the separators in groups. An empty record at the end of the stream is left out.
 
-    A record of more than `limit` bytes is cut while it is read, so it is never in memory as a whole; its beginning,
-    more than `limit` bytes, is yielded. Raise DamagedStream if the stream is damaged.
+    A record of more than `limit` bytes is cut while it is read, so that it never takes more memory. The yielded
+    beginning is still longer than `limit`, so callers can reject it. Raise DamagedStream if the stream is damaged.
     """
     kept_bytes = max(limit + 1, RAW_BYTES)  # of a record that is too long
     rest = b""  # beginning of the next record
@@ -150,7 +150,7 @@ def read_records(stream: InputReader, *, separator: bytes, limit: int) -> Iterat
 
 
 def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:
-    """Return the positions of line starts at which to cut an uncompressed file, in bytes, about `chunk_bytes` apart."""
+    """Return byte positions at which to cut an uncompressed file: line starts, about `chunk_bytes` apart."""
     cuts: list[int] = []
     with named_errors(path), open_input(path) as raw:
         size, file = file_size(raw, path), io.BufferedReader(cast(io.RawIOBase, raw), _LINE_BUFFER_BYTES)

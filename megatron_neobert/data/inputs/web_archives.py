@@ -144,8 +144,8 @@ def join_chunks(body: bytes) -> bytes:
 def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
     """Return up to `limit` + 1 decompressed bytes of a body with this `Content-Encoding`.
 
-    Archives often store the decompressed body under the header of the server, so a body that cannot be decompressed is
-    returned as it is. For a truncated body, return the part before its end.
+    Archives often decompress the body but keep the server's header, so a body that cannot be decompressed is returned
+    unchanged. For a truncated body, the part that can be decompressed is returned.
     """
     content = b""
     if encoding == "br":
@@ -169,8 +169,8 @@ def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> str:
     """Return the text of a page, with U+FFFD for invalid bytes.
 
-    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise it is the first that exists
-    of: a UTF-16 byte order mark, a known `charset` of the server, the declaration in an HTML page, a guess.
+    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise, the first of these
+    that exists is used: a UTF-16 byte order mark, the server's known `charset`, an HTML page's declaration, a guess.
     """
     from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 
@@ -206,7 +206,7 @@ def main_text(html: str) -> str:
 def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:
     """Yield all records of a decompressed archive. Only the beginning of a record of more than `limit` bytes is kept.
 
-    Raise DamagedStream if the archive ends within a record, has an invalid header, or other data between two records.
+    Raise DamagedStream if the archive ends within a record, has an invalid header, or contains data between records.
     """
     while line := archive.readline(_LONGEST_HEADER_BYTES):
         if not line.strip():  # between two records
