@@ -21,7 +21,7 @@ class AverageOptions:
 
 
 def average(options: AverageOptions) -> None:
-    """Average the weights of a run's newest checkpoints, --last of them up to --iteration, into a new checkpoint.
+    """Average the weights of a run's newest --last checkpoints, up to --iteration, and write a new checkpoint.
 
     The new checkpoint has fp32 weights and no optimizer state, as after a conversion from Hugging Face. Use it for
     --continue-from, or as --load of `neobert convert`. The command needs the memory of two models.

@@ -76,7 +76,7 @@ def evaluate_mteb(options: MtebOptions) -> None:
 
 
 def _fine_tune(options: FineTuneOptions, kind: str) -> None:
-    """Run the evaluation in the module `kind`; print its page, and the names of the files that it wrote."""
+    """Run the evaluation in the module `kind`. Print the Markdown page and the names of the written files."""
     module = import_module(f"megatron_neobert.evaluation.{kind}")
     folder = getattr(module, f"run_{kind}")(options)
     print((folder / f"{kind}.md").read_text(encoding="utf-8"))

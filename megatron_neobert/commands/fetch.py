@@ -22,8 +22,8 @@ class FetchMtebOptions(MtebTasks):
 def fetch_mteb(options: FetchMtebOptions) -> None:
     """Download the data of MTEB tasks, for machines without network access.
 
-    Write OUTPUT/NAME/REVISION, unless it exists, and print a line for each task. REVISION is that of the installed
-    mteb.
+    Write OUTPUT/NAME/REVISION, unless it exists, and print a line for each task. REVISION comes from the
+    installed mteb package.
     """
     from megatron_neobert.evaluation.mteb import choose_tasks, flatten, folder_of, store_task
 

@@ -23,8 +23,8 @@ def plot(options: PlotOptions) -> None:
     """Draw the curves of runs by iteration: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
     `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
-    OUTPUT/curves.png. If a run resumed, values that it had logged after the checkpoint are
-    replaced by the values of the resumed run.
+    OUTPUT/curves.png. If a run was resumed from a checkpoint, the resumed run's values replace earlier values that were
+    logged after this checkpoint.
     """
     from megatron_neobert.inspection.plot import TITLES, read_run, write_curves
 

@@ -93,7 +93,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print what a run would read and write, including `print_sample`, which can raise DataError or ConfigError."""
+    """Print what a run would read and write, and call `print_sample`, which can raise DataError or ConfigError."""
     files = [(path, list(chunks)) for path, chunks in groupby(plan.chunks, key=lambda chunk: chunk.path)]
     for path, chunks in files[:_FILES_SHOWN]:
         compression = f", {chunks[0].compression}" if chunks[0].compression else ""
@@ -166,9 +166,9 @@ def print_sample(plan: Plan) -> None:
 
 
 def warn_of_absent_fields(plan: Plan) -> None:
-    """Warn of each --record-key without a value in the first records of 16 chunks that are spread over the input.
+    """Warn of each --record-key without a value in the first records of up to 16 chunks, spread over the input.
 
-    Filters are applied, because they may set fields. Damaged chunks are left to the run.
+    Filters are applied, because they may set fields. Damaged chunks are skipped, because the run reports them.
     """
     absent, names, documents = set(plan.settings.read.record_keys), dict[str, None](), 0
     chunks = plan.chunks[:: -(-len(plan.chunks) // _FIELD_CHUNKS)]
@@ -192,7 +192,7 @@ def warn_of_absent_fields(plan: Plan) -> None:
 
 
 def warn_of_unknown_text(counts: Counts) -> None:
-    """Warn if more than 2 % of the tokens are unknown, or if these replace more than 2 % of the sampled text."""
+    """Warn if more than 2 % of the tokens are unknown, or unknown tokens replace more than 2 % of the sampled text."""
     tokens = counts.unknown_tokens / max(1, counts.tokens)
     text = counts.unknown_characters / max(1, counts.sampled_characters)
     if max(tokens, text) > _UNKNOWN_WARNING:

@@ -59,7 +59,7 @@ def sample_corpus(options: SampleCorpusOptions) -> None:
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
-    """Read whole files in a fixed pseudo-random order until their texts have `budget_bytes` of UTF-8, or none is left.
+    """Read whole files in a fixed pseudo-random order until the texts reach `budget_bytes`, or no file is left.
 
     The documents are returned in another pseudo-random order. Texts that differ from an earlier text only in
     case or white space are left out.

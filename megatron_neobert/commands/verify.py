@@ -30,7 +30,7 @@ def verify(options: VerifyOptions) -> int:
 
     Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, may differ from A's padded logits by
     --tolerance (default 1e-4) of A's largest logit. Settings that affect the function must be equal. Weights must be
-    equal bit for bit or, if --tolerance is given, within it. Vocabularies of different sizes raise ConversionError.
+    equal bit for bit, or within --tolerance if given. Vocabularies of different sizes raise ConversionError.
     """
     folders = find_model("A", options.first, holding=""), find_model("B", options.second, holding="")
     import torch

@@ -134,7 +134,7 @@ class TokenizeJob(Job[TokenizedChunk]):
             raise DamagedInput(str(error).replace(self.chunk.path, self.input_name)) from error
 
     def _format_reject(self, record: Rejected) -> bytes:
-        """Return the line of a record in the file of rejects."""
+        """Format a rejected record as a JSON line for the file of rejects."""
         entry: dict[str, Any] = {"file": self.input_name, self.chunk.unit: record.number}
         if self.chunk.numbers_are_relative:
             entry["after_byte"] = self.chunk.start
@@ -160,7 +160,7 @@ class TokenizeJob(Job[TokenizedChunk]):
 
 
 def tokenize_chunk(job: TokenizeJob) -> Finished[TokenizedChunk] | str:
-    """Run a job. Return its record, or the reason why its input is damaged, so that other jobs continue."""
+    """Run a job, and return its record. If the input is damaged, return the reason, so that other jobs continue."""
     try:
         return run_job(job)
     except DamagedInput as damage:
@@ -173,5 +173,5 @@ _loaded: dict[tuple[str, bool], Encoder] = {}
 
 
 def cache_encoder(encoder: Encoder) -> None:
-    """Make the jobs of this process use an encoder that is loaded already."""
+    """Store a loaded encoder, so that this process's jobs use it and load none."""
     _loaded[encoder.tokenizer.fingerprint, encoder.is_reference] = encoder

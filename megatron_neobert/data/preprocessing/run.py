@@ -201,7 +201,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
     """Raise DataError if `damaged` is not empty. With --quarantine, raise it only if all input files are damaged.
 
-    `damaged` has the reason for each damaged input file, by label.
+    `damaged` maps the label of each damaged input file to the reason.
     """
     if not damaged or (plan.settings.quarantine and len(damaged) < len(plan.versions)):
         return
@@ -213,9 +213,9 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 
 
 def is_complete(plan: Plan) -> bool:
-    """Return True if no run is unfinished, and the corpus matches settings and input files (size and time, no hash).
+    """Return True if the corpus is finished and matches settings and input files (size and time, not hash).
 
-    --shard-size is not compared, except that a corpus with several shards needs one.
+    The value of --shard-size is not compared, but a corpus with several shards requires that the flag is set.
     """
     settings, files = plan.settings, plan.settings.files
     if JobFolder(files.partial).has_begun:

@@ -63,7 +63,7 @@ _INVISIBLE = tuple(
 
 
 class BackendMismatch(ConfigError):
-    """A fast back end failed or gave other ids than the reference. All ids that it gave are invalid."""
+    """A fast back end failed or gave other ids than the reference. All ids from this back end are invalid."""
 
 
 @dataclass
@@ -85,15 +85,15 @@ class Encoder:
         return self.fast is None
 
     def start_chunk(self) -> None:
-        """Begin a chunk. Its first documents are verified, because another input file may have other scripts."""
+        """Begin a chunk. The chunk's first documents are verified, because another file may contain other scripts."""
         self.compared = self.sampled_characters = self.unknown_characters = 0
         self._documents = 0
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the ids of all texts end to end, without special tokens, in any integer dtype, and each length.
+        """Return the concatenated ids of all texts, without special tokens, and each text's length in tokens.
 
-        Ids of selected texts are compared with the reference, and the characters of their unknown tokens are counted.
+        A sample of the texts is compared with the reference, and the characters that become unknown are counted.
         Raise BackendMismatch if a fast back end fails or gives other ids.
         """
         batch = self.tokenizer.encode_batch(texts) if self.fast is None else _guarded(self.name, self.fast, texts)
@@ -130,7 +130,7 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
     """Return an encoder for the tokenizer.
 
     Args:
-        backend: "reference", "fast" or "auto": fast if possible, else the reference with the reason in `note`.
+        backend: "reference", "fast", or "auto" (fast if possible, else reference, with the reason in `note`).
         probe: Compare a fast back end with the reference on `probe_strings`, which takes 0.1 s. Workers can skip this.
 
     Raises:
@@ -189,7 +189,7 @@ def _build_nanotoken(tokenizer: Tokenizer) -> EncodeTexts:
 
 
 def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call `function` and return its result. Raise BackendMismatch if it fails, also for a panic in Rust."""
+    """Call `function` and return the result. Raise BackendMismatch if the call fails or Rust panics."""
     try:
         return function(*arguments)
     except BaseException as error:
@@ -199,7 +199,7 @@ def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Res
 
 
 def _compare(name: str, texts: Sequence[str], ids_of_texts: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raise BackendMismatch with the first difference if the ids of a text differ from the reference's."""
+    """Raise BackendMismatch, showing the first difference, if a text's ids differ from the expected ids."""
     for text, ids, expected_ids in zip(texts, ids_of_texts, expected, strict=True):
         if not np.array_equal(ids, expected_ids):
             pairs = zip_longest(ids.tolist(), expected_ids.tolist())

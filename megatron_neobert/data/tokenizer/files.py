@@ -75,9 +75,9 @@ def read_whole(path: Path) -> bytes:
 
 
 def read_tokenizer_files(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Return the back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
+    """Read a vocab.txt or tokenizer.json. Return its back end and each special token's text ("cls" -> "[CLS]").
 
-    A .json file is a tokenizer.json, any other a vocab.txt. tokenizer_config.json in its folder is read too. Raise
+    A .json file is read as tokenizer.json, others as vocab.txt. The folder's tokenizer_config.json is read too. Raise
     DataError if a file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     config = read_tokenizer_config(path.parent)
@@ -97,7 +97,7 @@ def build_bert_backend(
 ) -> tokenizers.Tokenizer:
     """Return BERT's pipeline for a WordPiece model: clean a text, split it at spaces and punctuation, encode, decode.
 
-    [CLS] and [SEP] are not added. `strip_accents` None strips accents if `lowercase` is set. With `chinese_characters`,
+    [CLS] and [SEP] are not added. If `strip_accents` is None, `lowercase` decides. With `chinese_characters`,
     Chinese text is split into single characters.
     """
     backend = tokenizers.Tokenizer(model)
@@ -178,13 +178,13 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def raise_unless_library(error: BaseException) -> None:
-    """Raise the error again unless the tokenizers library raised it: an Exception, or Rust's PanicException."""
+    """Raise `error` again unless it is an Exception or PanicException, which the tokenizers library raises."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 
 
 def is_character_map(rules: bytes) -> bool:
-    """Return True if the lengths in SentencePiece's compiled rules are valid; invalid lengths abort the library."""
+    """Return True if SentencePiece's compiled rules contain valid lengths. Invalid lengths would abort the library."""
     if len(rules) < 4:
         return False
     (table_bytes,) = struct.unpack_from("<I", rules)
@@ -241,10 +241,10 @@ def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
 def choose_special_names(
     pieces: Collection[str], folder: Path, candidates: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return {role: name of its special token}, and the names that are missing in `pieces`, shortened for a message.
+    """Return {role: special token's name}, and the names that are missing in `pieces`, shortened for a message.
 
-    The name of a role is the one in the folder's tokenizer_config.json, else the first of its `candidates` in `pieces`,
-    else its last candidate. Raise DataError if tokenizer_config.json is damaged or has an invalid name.
+    A role's name comes from the folder's tokenizer_config.json, else it is the role's first candidate in `pieces`, else
+    the last candidate. Raise DataError if tokenizer_config.json is damaged or contains an invalid name.
     """
     config = read_tokenizer_config(folder)
     names: dict[str, str] = {}

@@ -121,7 +121,7 @@ def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
 
 
 def _build_bpe(model: Any) -> models.BPE:
-    """Return the BPE model. Two ordinary pieces merge if they form a third piece, in descending order of its score.
+    """Return the BPE model. Two ordinary pieces merge if they form a third piece. Higher-scored results merge first.
 
     For equal scores, SentencePiece merges from left to right. Sorting the longer left part first has this effect.
     """
@@ -144,7 +144,7 @@ def _build_bpe(model: Any) -> models.BPE:
 
 
 def _build_unigram(model: Any) -> models.Unigram:
-    """Return the Unigram model. All but ordinary pieces get a very low score, so that no text is encoded with them."""
+    """Return the Unigram model. Non-ordinary pieces get a very low score, so that no text is encoded with them."""
     lowest = 100 * min(-1.0, *(entry.score for entry in model.pieces))
     # Nine digits represent a 32-bit number exactly. The reader of a tokenizer.json may round the seventeenth digit.
     scored = [(entry.piece, float(f"{entry.score if entry.type == _NORMAL else lowest:.9g}")) for entry in model.pieces]
@@ -153,7 +153,7 @@ def _build_unigram(model: Any) -> models.Unigram:
 
 
 def _read_model(path: Path) -> Any:
-    """Return the file as sentencepiece's ModelProto. Raise DataError if it is damaged or its kind is not supported."""
+    """Read a file as sentencepiece's ModelProto. Raise DataError if the model is damaged or not supported."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     content = read_whole(path)
@@ -167,7 +167,7 @@ def _read_model(path: Path) -> Any:
 
 
 def _find_problem(model: Any) -> str | None:
-    """Return the reason why the model is damaged or not supported, with what to do, or None if it can be used."""
+    """Return why the model is damaged or not supported, and what to do, or None if the model can be used."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     texts = [entry.piece for entry in model.pieces]
     # protobuf returns bytes for a text that is not UTF-8.

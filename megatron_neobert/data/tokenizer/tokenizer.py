@@ -180,7 +180,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of ids, including special tokens."""
+        """Decode ids to text, including the text of special tokens."""
         return self.backend.decode([int(id_) for id_ in ids], skip_special_tokens=False)
 
     def save_tokenizer_files(self, folder: Path, *, model_max_length: int) -> None:
@@ -223,10 +223,10 @@ class Tokenizer:
 
     @cached_property
     def _replaced_ids(self) -> NDArray[np.bool_] | None:
-        """Boolean array with an entry per id: True for special ids except the unknown id. None if no text gives them.
+        """True for each special id except the unknown id; None if no text is encoded to such an id.
 
-        The text of a special token gives its id if the text is a piece of the model. BERT's "[MASK]" never does:
-        the pre-tokenizer splits at the brackets.
+        A special token's text is encoded to the token's id if the text is a piece of the model. BERT's "[MASK]" never
+        is, because the pre-tokenizer splits the text at the brackets.
         """
         if self.is_bert_wordpiece:
             names = (self.backend.id_to_token(id_) for id_ in self.special_ids)
@@ -261,7 +261,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a `vocab.txt`, a `tokenizer.json`, a SentencePiece model, or a folder with one of these files.
 
     A tokenizer_config.json in the same folder may rename special tokens and, for a vocab.txt, determines lower-casing.
-    A vocab.txt without this setting is uncased if no ordinary piece has an upper-case letter.
+    A vocab.txt without this setting is uncased if no ordinary piece has an upper-case letter. Raise MissingInputError
+    if no tokenizer file is found, and DataError if a file is damaged or cannot be used.
 
     Args:
         path: File or folder, or [OWNER/]NAME[@REVISION] of the Hugging Face Hub.
@@ -291,8 +292,8 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     """Train a WordPiece tokenizer in BERT's layout. The same texts always give the same vocabulary.
 
     Args:
-        texts: Read twice, for the characters and for the words, so not an iterator. Memory grows with the number of
-            distinct words.
+        texts: Not an iterator, because the texts are read twice, for characters and words. Memory grows with the
+            number of distinct words.
         vocab_size: Largest number of ids. Small texts give fewer.
         lowercase: Lower-case and strip accents, in training and in use.
         min_frequency: How often two pieces must occur together before they are merged.
