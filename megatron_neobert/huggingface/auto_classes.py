@@ -26,10 +26,10 @@ def register_neobert() -> None:
 
 @contextmanager
 def loading(folder: Path, class_name: str) -> Iterator[None]:
-    """Run a `with` block that loads a local folder with transformers, and convert its errors to ConversionError.
+    """Prepare transformers for loading a local folder in a `with` block. Errors in the block become ConversionError.
 
     A NeoBERTError is not converted. In the block, `neobert` folders are loaded with this package's classes, the network
-    is not used, and transformers prints no reports. Progress bars stay disabled afterwards. The class name is for
+    is not used, and transformers prints no reports. Progress bars stay disabled afterwards. `class_name` is for
     messages.
     """
     register_neobert()

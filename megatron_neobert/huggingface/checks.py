@@ -28,7 +28,7 @@ _MOST_LABELS = 10_000  # transformers creates a name for each label before it re
 
 
 def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) -> dict[str, Any]:
-    """Return the content of config.json after checking that the folder refers to nothing outside of it.
+    """Check that a folder refers to nothing outside of itself, and return the content of its config.json.
 
     Args:
         attention: Attention implementations that config.json may name.
@@ -75,9 +75,9 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
-    """Raise ConversionError if a file to copy is a link out of the model's folder.
+    """Raise ConversionError if `path`, a file to copy, is a link that points outside the model's folder.
 
-    In Hugging Face's cache, the files of snapshots/REVISION are links into blobs, which has the same owner.
+    In Hugging Face's cache, files in snapshots/REVISION are links to the model's folder blobs, which are allowed.
     """
     root, target = folder.resolve(), path.resolve()
     inside = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
@@ -89,7 +89,7 @@ def refuse_outside(path: Path, folder: Path) -> None:
 
 
 def _check_types(path: Path, config: dict[str, Any]) -> None:
-    """Raise ConversionError for a value that makes transformers, or the model much later, raise almost any error."""
+    """Raise ConversionError for a value of the wrong type, for which transformers would raise an unclear error."""
     for key, value in config.items():
         if key.endswith("_config"):
             is_valid, expected = isinstance(value, dict), "an object"
@@ -125,7 +125,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise the errors of `read_json`, and ConversionError for another value."""
+    """Return the JSON object in a file. Raise the errors of `read_json`, and ConversionError if it is no object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ConversionError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again.")
@@ -165,5 +165,5 @@ def quote(value: object) -> str:
 
 
 def quote_names(names: Iterable[str]) -> str:
-    """Format the first names from a file, and the number of others, for a message."""
+    """Format names from a file for a message: the first names, and how many more there are."""
     return listed(map(quote, names))

@@ -34,10 +34,10 @@ _POOLING = {
 
 
 def restore_files(folder: Path, source: Path) -> None:
-    """Replace a fine-tuned model's tokenizer files by those of `source`, the folder from which it was trained.
+    """Replace the tokenizer files of a fine-tuned model by the files in `source`, the folder that it was trained from.
 
-    Its chat template is deleted, and its config.json rewritten by `write_config`. Raise OSError if a file cannot be
-    written, and ConversionError if a file is a link that points outside `source`.
+    The chat template in `folder` is deleted, and config.json rewritten by `write_config`. Raise OSError if a file
+    cannot be written, and ConversionError if a file is a link that points outside `source`.
     """
     for name in (*ALL_TOKENIZER_FILES, "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def restore_files(folder: Path, source: Path) -> None:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json, in a `neobert` folder with this package's modelling file. It names no other code.
+    """Write config.json and, for a `neobert` model, this package's modelling file. config.json names no other code.
 
     Raise OSError if a file cannot be written.
     """
@@ -61,10 +61,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copy a model's files that match `patterns`, which may name a subfolder.
+    """Copy files that match `patterns` from `source` to `folder`. A pattern may name a subfolder.
 
-    `chat_template` is left out of tokenizer_config.json, because it is a program. Raise OSError if a file cannot be
-    written, and ConversionError if a file is a link that points outside `source`.
+    The `chat_template` in tokenizer_config.json is left out, because templates are programs. Raise OSError if a file
+    cannot be written, and ConversionError if a file is a link that points outside `source`.
     """
     for path in (path for pattern in patterns for path in source.glob(pattern) if path.is_file()):
         refuse_outside(path, source)

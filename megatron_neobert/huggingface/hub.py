@@ -39,10 +39,10 @@ FILES_OF_OUTPUT = (
 
 
 def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
-    """Return the folder of a model that a flag gives as a local folder, or as [OWNER/]NAME[@REVISION] of the Hub.
+    """Return the folder of the model in `flag`'s value: a local folder, or [OWNER/]NAME[@REVISION] on the Hub.
 
-    Raises MissingInputError if there is no such model, or no network and no cached model, or no file `holding` in the
-    folder.
+    Raises MissingInputError if the model does not exist, if the Hub is needed but cannot be reached, or if the folder
+    does not contain the file `holding`.
     """
     # A folder with an adapter is refused, and an ONNX export keeps the license.
     patterns = [*FILES_OF_OUTPUT, "adapter_config.json", "LICENSE"]
@@ -56,11 +56,11 @@ def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
 
 
 def find_in_hub(flag: str, path: Path, patterns: Sequence[str]) -> Path | None:
-    """Return the folder, in the Hub's cache, of a model that a flag gives as [OWNER/]NAME[@REVISION].
+    """Return a Hub model's folder in the local cache. Return None if `path` is not [OWNER/]NAME[@REVISION].
 
-    Files that match `patterns` and that the cache lacks are downloaded; no pattern matches code or pickles. A path that
-    exists, or whose first part does, and the path of a tokenizer file are not names: the result is None.
-    Raises MissingInputError if there is no such model, or no network and no cached model.
+    Files that match `patterns` and that the cache lacks are downloaded; no pattern matches code or pickles. `path` is
+    not taken as a name if it exists, if its first part exists, or if it ends like a tokenizer file.
+    Raises MissingInputError if the model does not exist, or if it is not cached and the Hub cannot be reached.
     """
     name = re.fullmatch(r"((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(.+))?", str(path))
     if name is None or path.exists() or Path(path.parts[0]).exists() or path.suffix in _SUFFIXES_OF_TOKENIZERS:
@@ -85,7 +85,7 @@ def find_in_hub(flag: str, path: Path, patterns: Sequence[str]) -> Path | None:
 
 
 def find_models(models: Sequence[Path]) -> dict[str, Path]:
-    """Return the folders of the models, keyed by the names of their results. Two equal names raise ConfigError."""
+    """Return {model name: folder} for all models. Raises ConfigError if two models would have the same name."""
     folders: dict[str, Path] = {}
     for folder in (find_model("--model", model) for model in models):
         if (name := model_name(folder)) in folders:
@@ -95,13 +95,13 @@ def find_models(models: Sequence[Path]) -> dict[str, Path]:
 
 
 def model_name(folder: Path) -> str:
-    """Return the name for results of a model: NAME in the Hub's cache, else the last part of the resolved path."""
+    """Return the name that a model has in results: NAME for a Hub model, else the name of the resolved folder."""
     repository = re.fullmatch(r".*/models--.+--(.+)/snapshots/[^/]+", str(folder.resolve()))
     return repository[1] if repository else folder.resolve().name
 
 
 def go_offline() -> None:
-    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE. Hugging Face libraries, even if imported, then stay offline."""
+    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE, also for Hugging Face libraries that are already imported."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     # These modules read the variables only once, when they are imported.
     for name in ("huggingface_hub.constants", "datasets.config"):

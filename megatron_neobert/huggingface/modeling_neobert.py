@@ -61,12 +61,12 @@ logger = logging.get_logger(__name__)
 
 
 class NeoBERTConfig(PretrainedConfig):
-    """Settings of a NeoBERT model. PUBLISHED_MODEL has their names and default values.
+    """Settings of a NeoBERT model. PUBLISHED_MODEL lists their names and default values.
 
     `max_position_embeddings` (`max_length` in published folders) is the longest document that the model was trained
     for. Longer documents cause a warning only.
-    Raises ValueError if rotary angles are scaled, heads do not divide the hidden size into even widths, or the pooling
-    is unknown.
+    Raises ValueError if rotary angles are scaled, if the head width is odd or does not fit the hidden size, or if the
+    pooling is unknown.
     """
 
     model_type = "neobert"
@@ -118,7 +118,7 @@ class Rotation(NamedTuple):
 class SwiGLU(nn.Module):
     """Feed-forward layer. Its width is two thirds of intermediate_size, rounded up to a multiple of 8.
 
-    The rows of the gate are the first half of `w12`.
+    The first half of the rows of `w12` is the gate projection.
     """
 
     def __init__(self, config: NeoBERTConfig) -> None:
@@ -166,7 +166,7 @@ class HeadLinear(nn.Linear):
 
 
 class NeoBERTPreTrainedModel(PreTrainedModel):
-    """Base class of all NeoBERT models, with the forward of the models with a head."""
+    """Base class of all NeoBERT models. Models with a head share its `forward`."""
 
     config_class = NeoBERTConfig
     base_model_prefix = "model"
@@ -205,8 +205,8 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """Return an output object with logits and, given labels, the loss. If `return_dict` is False, return a tuple.
 
-        The class documents the shapes, and `NeoBERT.forward` the other arguments. Raises ValueError if both or none of
-        input_ids and inputs_embeds are given, or if attention_mask or cu_seqlens is invalid.
+        Each class documents its shapes, and `NeoBERT.forward` the other arguments. Raises ValueError unless exactly one
+        of input_ids and inputs_embeds is given, or if attention_mask or cu_seqlens is invalid.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state, {**kwargs, "attention_mask": attention_mask})
@@ -214,7 +214,7 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         return self.finish(self.output_class, outputs, return_dict, loss=loss, logits=logits)
 
     def finish(self, output_class: type, outputs: Any, return_dict: bool | None, **results: Any) -> Any:
-        """Return the results with the hidden states and attentions in `outputs`, as an output object or a tuple."""
+        """Add hidden states and attentions from `outputs` to `results`. Return an `output_class` object or a tuple."""
         output = output_class(**results, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -254,17 +254,17 @@ class NeoBERT(NeoBERTPreTrainedModel):
             output_attentions: Also return the attention weights of every block, computed with eager attention.
             output_hidden_states: Also return the embeddings and the output of each block, the last after the final
                 norm.
-            return_dict: If False, return a tuple. For None here and in the two arguments above, config decides.
-            cu_seqlens: Starts of the documents in a packed sequence (b = 1), and its length: 0, ..., s.
+            return_dict: If False, return a tuple. If this argument or one of the two above is None, config decides.
+            cu_seqlens: Starts of the documents in a packed sequence (b = 1), then the sequence length: 0, ..., s.
                 Position ids that restart do not separate documents.
-            max_seqlen: Tokens of the longest document. By default, computed from cu_seqlens, which must then be read
-                from its device. With both arguments, cu_seqlens is checked only if it is on the CPU.
-            kwargs: `cu_seq_lens_q` and `max_length_q` are other names of cu_seqlens and max_seqlen, those of
-                DataCollatorWithFlattening. Inputs of other models, such as `token_type_ids`, are ignored.
+            max_seqlen: Tokens of the longest document. If None, this is computed from cu_seqlens, which is copied from
+                its device. If max_seqlen is given, cu_seqlens is checked only if it is on the CPU.
+            kwargs: `cu_seq_lens_q` and `max_length_q`, the names that DataCollatorWithFlattening uses for cu_seqlens
+                and max_seqlen. Inputs of other models, such as `token_type_ids`, are ignored.
 
         Raises:
-            ValueError: Both or none of input_ids and inputs_embeds are given; attention_mask is not [b, s]; cu_seqlens
-                does not increase from 0 to s or is given with padding or b > 1; or max_seqlen is too small.
+            ValueError: Not exactly one of input_ids and inputs_embeds is given; attention_mask is not [b, s];
+                cu_seqlens does not increase from 0 to s, or is given with padding or b > 1; or max_seqlen is too small.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them.")
@@ -402,13 +402,13 @@ def is_tracing() -> bool:
 
 
 def find_documents(inputs: dict[str, Any]) -> Tensor | None:
-    """Return the starts of documents in a packed sequence, from either of their two names."""
+    """Return the document starts of a packed sequence: `cu_seqlens`, else `cu_seq_lens_q`, else None."""
     starts = inputs.get("cu_seqlens")
     return inputs.get("cu_seq_lens_q") if starts is None else starts
 
 
 def average_documents(hidden_bsh: Tensor, starts: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean token state of each document [documents, h]: of a packed sequence, or of each row's tokens."""
+    """Return the mean hidden state of each document, [documents, h]. If `starts` is None, each row is a document."""
     if starts is not None:
         token_s, starts = torch.arange(hidden_bsh.shape[1], device=hidden_bsh.device), starts.to(hidden_bsh.device)
         chosen = ((token_s >= starts[:-1, None]) & (token_s < starts[1:, None]))[None]  # [1, documents, s]
@@ -435,12 +435,12 @@ def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
 
 
 def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attention_mask: Tensor | None) -> Packing:
-    """Return the documents of a packed sequence. `cu_seqlens` has their starts and then s: 0, ..., s.
+    """Return the documents of a packed sequence. `cu_seqlens` lists their starts and then s: 0, ..., s.
 
     Raises:
         ValueError: There are several rows or padding, cu_seqlens does not increase from 0 to s, or max_seqlen is too
-            small. Values are checked if cu_seqlens is on the CPU or max_seqlen is None. During tracing, they are not,
-            and any attention_mask is refused.
+            small. Values are checked if cu_seqlens is on the CPU or max_seqlen is None. During tracing, no values are
+            checked, and any attention_mask is refused.
     """
     rows, length = hidden_bsh.shape[:2]
     if rows != 1:
@@ -470,7 +470,7 @@ def number_documents(starts_n: Tensor, length: int) -> Tensor:
 
 
 def find_padding(attention_mask: Tensor, hidden_bsh: Tensor) -> Tensor | None:
-    """Return a mask that is True at tokens, or None without padding. Raise ValueError if the mask is not [b, s]."""
+    """Return a mask that is True at tokens, or None if all are tokens. Raise ValueError if the mask is not [b, s]."""
     rows, length = hidden_bsh.shape[:2]
     if attention_mask.shape != (rows, length):
         raise ValueError(
@@ -492,7 +492,7 @@ def may_unpad(implementation: str, hidden_bsh: Tensor, config: PretrainedConfig)
 
 
 def has_packed_kernel(hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
-    """Return True if torch's kernel for packed sequences computes these heads: on CUDA, in 16 bits, torch 2.10."""
+    """Return True if torch's kernel for packed sequences supports the model. It needs CUDA, 16 bits and torch 2.10."""
     device = hidden_bsh.device
     if varlen_attn is None or device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
         return False
@@ -503,14 +503,14 @@ def has_packed_kernel(hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
 
 
 def unpad(mask_bs: Tensor) -> tuple[Packing, Tensor]:
-    """Return the rows of a batch as documents without padding, and the indices of their tokens in the flat batch."""
+    """Return a batch's rows as packed documents without padding, and the tokens' indices in the flattened batch."""
     lengths = mask_bs.sum(1).tolist()
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mask_bs.device)
     return Packing(starts, max(lengths), lengths), mask_bs.flatten().nonzero()[:, 0]
 
 
 def restore_padding(hidden_1th: Tensor, token_t: Tensor, shape: torch.Size) -> Tensor:
-    """Return hidden states of a packed sequence in the padded batch [b, s] that `unpad` read, 0 at padding."""
+    """Reverse `unpad`: move hidden states of a packed sequence to the padded batch, [b, s, h], with 0 at padding."""
     flat = hidden_1th.new_zeros(shape.numel(), hidden_1th.shape[-1])
     return flat.index_copy(0, token_t.to(flat.device), hidden_1th[0]).unflatten(0, shape)
 
@@ -520,9 +520,9 @@ def choose_attention(
 ) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
     """Return an attention function, its mask, and its keyword arguments.
 
-    With "sdpa", each packed document is computed alone if the kernel or the host has their lengths. The mask is True
-    where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to [b, n, s, s]. With None,
-    every query attends to all tokens, or to those of its document if the keyword arguments have the documents.
+    With "sdpa", packed documents need no mask if torch has a packed kernel or the host has the documents' lengths. A
+    mask is True where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to [b, n, s, s].
+    If the mask is None, a query attends to all tokens, or to its own document if the arguments describe documents.
     """
     rows, length = hidden_bsh.shape[:2]
     attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
@@ -554,7 +554,7 @@ def choose_attention(
 def attend_packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, starts: Tensor, longest: int, **_: Any
 ) -> tuple[Tensor, None]:
-    """Return the context [1, s, n, d] of packed documents by torch's kernel, which scales by the root of the width."""
+    """Return the context [1, s, n, d] of packed documents from torch's packed kernel. Scores are scaled by d^(-1/2)."""
     heads = (heads_bnsd[0].transpose(0, 1) for heads_bnsd in (query, key, value))
     arguments: Any = (*heads, starts, starts, longest, longest)
     context_snd: Any = varlen_attn(*arguments)
@@ -587,8 +587,8 @@ def attend_eagerly(
 def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
     """Return the cross-entropy in nats (fp32 scalar): the sum over labels that are not -100, divided by `num_items`.
 
-    Trainer sets `num_items` to the number of these labels in all micro-batches of an update. If it is None, the sum is
-    divided by their number in this batch. If all labels are -100, the loss is 0.
+    Trainer sets `num_items` to the number of these labels in all micro-batches of an update. If `num_items` is None,
+    the sum is divided by the number of these labels in this batch. If all labels are -100, the loss is 0.
     """
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

@@ -183,7 +183,7 @@ def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
 
 
 def attend_with_torch(heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool) -> Tensor:
-    """Return the context, [t, n, d], from torch's variable-length kernel. Needs CUDA, bfloat16, and d divisible by 8."""
+    """Return the context, [t, n, d], from torch's packed kernel. Needs CUDA, bfloat16, and d divisible by 8."""
     # Only CUDA needs this import, and some builds of torch do not have the module.
     from torch.nn.attention.varlen import varlen_attn
 
