@@ -24,7 +24,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def require_folder(flag: str, folder: Path, *, remedy: str) -> None:
-    """Raise MissingInputError, which begins with `flag` and ends with `remedy`, if `folder` is no folder."""
+    """Raise MissingInputError if `folder` is not a folder. The message begins with `flag` and ends with `remedy`."""
     if not folder.is_dir():
         raise MissingInputError(f"{flag} {folder}: no such folder{suggest_path(folder, otherwise=';')} {remedy}.")
 
@@ -39,13 +39,13 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a regular file as UTF-8 text. Raise the errors of `open_regular`, or ValueError."""
+    """Return the content of a UTF-8 text file. Raise ValueError if the file is not regular or not UTF-8, or OSError."""
     with open_regular(path) as stream:
         return stream.read().decode("utf-8")
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file. Raise OSError if reading fails, ValueError if it is not regular."""
+    """Return a file's hexadecimal SHA-256. Raise OSError if reading fails, ValueError if the file is not regular."""
     digest = hashlib.sha256()
     with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -61,13 +61,13 @@ def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True, folder: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path, at which the block must write a file. Rename the file to `path` when the block ends.
+    """Yield a temporary path. The block must write a file there, which is renamed to `path` when the block ends.
 
     Readers see the complete old or the complete new content. If several processes write the same path, the last one
     wins. If the block raises, or renaming raises OSError, the temporary file is removed.
 
     Args:
-        sync: Wait until the file is on disk. Without it, a crash of the machine may leave a damaged file.
+        sync: Wait until the file is on disk. If False, a crash of the machine may leave a damaged file.
         folder: Folder of the temporary file, on the same file system; None for the folder of `path`.
     """
     temporary = temporary_path(path if folder is None else folder / path.name)
@@ -89,7 +89,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until the content of a file, or the list of files of a folder, is on disk. Raise OSError if this fails."""
+    """Wait until a file's content, or a folder's list of files, is on disk. Raise OSError if this fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,7 +114,7 @@ def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
 
 
 def existing_parent(folder: Path) -> Path:
-    """Return `folder`, or its nearest parent that exists. New files in `folder` will be on the same file system."""
+    """Return `folder` if it exists, or else its nearest existing parent, which is on the same file system."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
@@ -137,7 +137,7 @@ def build_folder(output: Path) -> Iterator[Path]:
         OutputError: `output` is a file, a link or a folder with files, perhaps created during the block, or the
             temporary folder cannot be created.
         SaveError: The block or the renaming raised OSError or SafetensorError, for example because the disk is full.
-        OSError: An OSError of the block names a file outside of the temporary folder. It is not converted.
+        OSError: The block raised OSError for a file outside of the temporary folder. This error is not converted.
     """
     # Slow to import, and most importers of this module do not need it.
     from safetensors import SafetensorError
@@ -181,9 +181,9 @@ def build_folder(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def saving_weights(folder: Path) -> Iterator[None]:
-    """Run a `with` block in which safetensors or torch.save write into `folder`.
+    """Run a `with` block in which safetensors or torch.save writes into `folder`.
 
-    Their errors for a full disk, which are not OSErrors, become SaveError.
+    Raise SaveError if safetensors or torch.save cannot write, for example because the disk is full.
     """
     from safetensors import SafetensorError
 

@@ -64,7 +64,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _name_tensor_types_as_cuda() -> None:
-    """Patch `Tensor.type` to return "torch.cuda.FloatTensor", for example, if megatron.core's optimizers call it."""
+    """Patch `Tensor.type` to return a CUDA type, such as "torch.cuda.FloatTensor", to megatron.core's optimizers."""
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class _StaysFloat32(torch.Tensor):
 
 
 def _orthogonalize_in_float32() -> None:
-    """Let torch's Muon orthogonalize in float32. Its bfloat16 is 16 times slower on CPUs with AVX2."""
+    """Let torch's Muon orthogonalize in float32. The default, bfloat16, is 16 times slower on CPUs with AVX2."""
     muon: Any = importlib.import_module("torch.optim._muon")
     newton_schulz = muon._zeropower_via_newtonschulz
     muon._zeropower_via_newtonschulz = lambda grad, *args: newton_schulz(grad.as_subclass(_StaysFloat32), *args)

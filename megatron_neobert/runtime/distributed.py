@@ -32,8 +32,10 @@ Value = TypeVar("Value")
 def initialize(settings: Settings, *, contents: Mapping[str, object] | None = None) -> torch.device:
     """Patch megatron.core, join the process group, form Megatron's groups, and return this rank's device.
 
+    Raise ConfigError on all ranks if settings, `contents` or the numbers of ranks per node differ.
+
     Args:
-        contents: Hashes of files that every rank opens, by the name that messages use.
+        contents: Hashes of the files that every rank opens. The keys are the names used in error messages.
 
     Collective: all ranks.
     """
@@ -94,10 +96,10 @@ def _refuse_different_settings(settings: Settings, contents: Mapping[str, object
 
 
 def _listen_on_one_interface(store: torch.distributed.Store) -> None:
-    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, the network interfaces, unless they are set already.
+    """Set the network interfaces GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless they are already set.
 
     On one node, both are loopback, so that no port is open to the network. On several nodes, gloo uses the interface
-    that reaches MASTER_ADDR, and NCCL chooses for itself.
+    that reaches MASTER_ADDR, and NCCL chooses an interface itself.
 
     Collective: all nodes.
     """
@@ -125,14 +127,14 @@ def _listen_on_one_interface(store: torch.distributed.Store) -> None:
 
 
 def broadcast(value: Value) -> Value:
-    """Return the value of rank 0. Collective: all ranks."""
+    """Return rank 0's `value` on all ranks. Collective: all ranks."""
     values = [value]
     torch.distributed.broadcast_object_list(values)
     return values[0]
 
 
 def first_of_ranks(value: Value | None) -> Value | None:
-    """Return the value of the lowest rank that has one, the same on all ranks, or None. Collective: all ranks."""
+    """Return, on all ranks, the `value` of the lowest rank whose value is not None, or None. Collective: all ranks."""
     values: list[Value | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return next((each for each in values if each is not None), None)

@@ -12,7 +12,7 @@ _LARGEST = 2**31 - 1  # ranks are int32 in NCCL and gloo
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """This node of a run. `address` and `port` belong to node 0, and are empty in a run of one node."""
+    """This node's number, and the number of nodes. `address` and `port` are node 0's, and unset for one node."""
 
     nodes: int
     rank: int
@@ -23,7 +23,7 @@ class Node:
 def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
     """Return an environment variable, or `default` if it is not set, as an integer.
 
-    Raise LauncherError if it is not a whole number from `minimum` to 2**31 - 1, or to 65535 for MASTER_PORT.
+    Raise LauncherError if the value is not a whole number from `minimum` to 2**31 - 1 (MASTER_PORT: 65535).
     """
     text = os.environ.get(name, default)
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
@@ -39,7 +39,7 @@ def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
 def world_size() -> int:
     """Return WORLD_SIZE, the number of ranks, or 1 if neither RANK nor WORLD_SIZE is set.
 
-    Raise LauncherError if a variable of a rank is missing or not in range.
+    Raise LauncherError if one of the launcher's variables (RANK, MASTER_PORT and so on) is missing or not in range.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1
@@ -70,13 +70,13 @@ def is_rank_zero() -> bool:
 
 
 def find_node(*, starts: bool = True) -> Node:
-    """Return the number of nodes, the number of this node, and the address of node 0, which is empty for one node.
+    """Return the number of nodes, this node's number, and node 0's address, which is empty if there is only one node.
 
-    NNODES and NODE_RANK give the numbers, or else the Slurm step of this process. Without them, the run has one node.
-    Raise LauncherError if a variable is missing, not in range, or contradicts another one.
+    Read NNODES and NODE_RANK or, if NNODES is not set, the variables of Slurm's step. If neither is set, the run uses
+    one node. Raise LauncherError if a variable is missing, not in range, or contradicts another variable.
 
     Args:
-        starts: False to read the number of nodes only, for a plan. The result is then node 0 without an address.
+        starts: False to read only the number of nodes, for a plan. The result is then node 0 without an address.
     """
     nodes, name = whole_number("NNODES", "1"), "NODE_RANK"
     if "NNODES" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -113,7 +113,7 @@ def find_node(*, starts: bool = True) -> Node:
 
 
 def _missing(*names: str) -> str:
-    """Return the variables that are not set, as a sentence, or "" if all are set."""
+    """Return a clause that lists the variables that are not set, such as "RANK is not set", or "" if all are set."""
     missing = [name for name in names if not os.environ.get(name)]
     if len(missing) == len(names):
         return "none of them is set"
@@ -121,6 +121,6 @@ def _missing(*names: str) -> str:
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the versions of installed distributions, by their names in the form of PEP 503: transformer-engine."""
+    """Return installed distributions as normalized name (PEP 503, such as transformer-engine) -> version."""
     distributions = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
     return {re.sub("[-_.]+", "-", name).lower(): version for name, version in distributions if name}

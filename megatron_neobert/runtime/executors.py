@@ -26,7 +26,7 @@ _MOST_SUBMITTED_TO_RAY = 1 << 14
 
 
 class WorkerPool:
-    """A pool of worker processes. A worker that dies raises an error here, and workers end with this process."""
+    """A pool of worker processes. If a worker dies, this process raises an error. Workers end with this process."""
 
     def __init__(self, workers: int) -> None:
         self.most_submitted = 2 * workers
@@ -40,7 +40,7 @@ class WorkerPool:
             return self._pool.submit(function, job)
 
     def result(self, future: Future[Any], job: Any) -> Any:
-        """Return the result of a future that has ended. `job` is named in the message of ChildProcessError."""
+        """Return the result of a finished future. Raise ChildProcessError, which names `job`, if a worker died."""
         with self._reporting_worker_death(job):
             return future.result()
 
@@ -64,10 +64,10 @@ class WorkerPool:
 
 @contextmanager
 def _deferred_stop_signals() -> Iterator[None]:
-    """Defer stop signals as `deferred` does. An exception in the block could break a pool.
+    """Defer stop signals as `deferred` does, because an exception in the block could break a pool.
 
-    Processes that start in the block never receive these signals. Ctrl-C and a scheduler's SIGTERM go to all processes
-    of a group, but only this process should act on them.
+    Processes that start in the block never receive these signals. Ctrl-C and a scheduler's SIGTERM reach all processes
+    of a group, but only this process should handle them.
     """
     with deferred(_STOP_SIGNALS):
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
@@ -79,7 +79,7 @@ def _deferred_stop_signals() -> Iterator[None]:
 
 @contextmanager
 def deferred(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Handle these signals only when the block has ended. Outside the main thread, do nothing."""
+    """Delay the handling of these signals until the block has ended. Outside the main thread, do nothing."""
     received: list[int] = []
     # Python allows signal handlers in the main thread only.
     is_main = threading.current_thread() is threading.main_thread()
@@ -118,7 +118,7 @@ class _TrackingContext(SpawnContext):
 
 
 def _exit_with_parent() -> None:
-    """Start a thread that ends this worker process at once, with exit code 1, when its parent has ended."""
+    """Start a thread that ends this worker process with exit code 1 as soon as its parent process has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a worker process calls this"
 
@@ -136,9 +136,9 @@ class RayCluster:
     copies this package to the nodes, and runs a job again if its worker or node died.
 
     Args:
-        address: host:port of a cluster, or "local" for a new cluster on this machine. If it is None, the variable
-            RAY_ADDRESS is used, or "local" if that is not set.
-        workers: Largest number of jobs at a time; None for as many as the cluster has CPUs.
+        address: host:port of a cluster, or "local" for a new cluster on this machine. None stands for the variable
+            RAY_ADDRESS, or "local" if RAY_ADDRESS is not set.
+        workers: Maximum number of concurrent jobs; None for the cluster's number of CPUs.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -189,12 +189,12 @@ class RayCluster:
         return future
 
     def result(self, future: Future[Any], job: Any) -> Any:
-        """Return the result of a future that has ended. `job` is named in the message of ChildProcessError.
+        """Return the result of a finished future. The message of ChildProcessError names `job`.
 
         Raises:
             NeoBERTError, OSError, ModuleNotFoundError: The exception that the job raised.
-            RayTaskError: The job raised any other exception, a bug.
-            ChildProcessError: The job's worker died at every try.
+            RayTaskError: The job raised any other exception, which is a bug.
+            ChildProcessError: The job's worker died at every attempt.
         """
         try:
             result = future.result()

@@ -8,7 +8,7 @@ MANIFEST = "MANIFEST.json"  # of a checkpoint
 
 
 def why_no_model(folder: Path) -> str:
-    """Return why a path is no Hugging Face folder, and how to get one: from a run, a checkpoint, or by its name."""
+    """Return a message that says why `folder` is not a Hugging Face folder, and what to convert or name instead."""
     if any(folder.glob(f"iter_*/{MANIFEST}")):
         return (
             f"it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf --load "

@@ -60,9 +60,9 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class Job(ABC, Generic[Result]):
-    """One unit of work. It writes `folder`/`name`.KIND for every kind, and the record `folder`/`name`.done.
+    """A unit of work, which writes a file `folder`/`name`.KIND for every kind, and the record `folder`/`name`.done.
 
-    Jobs are pickled for workers, so they must be small and hold absolute paths.
+    Jobs are pickled for workers, so they must be small and contain absolute paths.
     """
 
     result_type: ClassVar[Any]  # type that `work` returns; msgspec must be able to encode and decode it
@@ -74,7 +74,7 @@ class Job(ABC, Generic[Result]):
     name: str
 
     def __str__(self) -> str:
-        """Return what messages call the job."""
+        """Return the name of the job for messages."""
         return self.name
 
     @property
@@ -84,7 +84,7 @@ class Job(ABC, Generic[Result]):
 
     @property
     def key(self) -> str:
-        """Everything besides the folder's settings that decides the output. A record with another key is stale."""
+        """Inputs that decide the output, besides the folder's settings. A record with a different key is stale."""
         return ""
 
     @property
@@ -113,7 +113,7 @@ class Finished(Generic[Result]):
 def run_job(job: Job[Result]) -> Finished[Result]:
     """Run a job: write its files, then its record, and return the record. Earlier files are replaced.
 
-    If `job.work` raises, the exception continues, no file is written, and the job counts as not finished.
+    If `job.work` raises an exception, no file is written, the job stays unfinished, and the exception is not caught.
     """
     job.file("done").unlink(missing_ok=True)
     with ExitStack() as stack:
@@ -146,11 +146,11 @@ AnyJob = TypeVar("AnyJob", bound=Job[Any])
 class JobRunner:
     """Runs jobs in this process, in worker processes, or on a Ray cluster; a context manager.
 
-    With one local worker or a single job, the jobs run in this process. Otherwise, the workers start with the first
-    jobs. They serve all jobs of the block, and are killed at its end, also in the middle of a job.
+    With one local worker or a single job, the jobs run in this process. Otherwise, the first `run` starts the workers.
+    All calls of `run` in the block share them. The end of the block kills them, even in the middle of a job.
 
     Args:
-        options: With Ray, `workers` is the largest number of jobs at a time.
+        options: With Ray, `workers` is the maximum number of concurrent jobs.
     """
 
     def __init__(self, options: JobOptions) -> None:
@@ -245,10 +245,10 @@ class _OptionalStderr:
 class JobFolder:
     """Folder of the jobs of an unfinished run; a context manager that holds a lock on the folder.
 
-    Entering creates the folder. Leaving removes it unless it has finished jobs. An OSError that leaves the block
-    without a file name, as a full disk raises it, gets the name of the folder.
-    Entering raises OutputError if the folder cannot be created, is a link or a folder of others (see
-    `runtime/own_files.py`), or if another process uses it.
+    Entering creates the folder. Leaving removes the folder unless it contains finished jobs. If the block raises an
+    OSError without a file name, for example because the disk is full, the folder's name is added to the error.
+    Entering raises OutputError if the folder cannot be created, is a link, was not created by this project (see
+    `runtime/own_files.py`), or is used by another process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -287,8 +287,8 @@ class JobFolder:
             overwrite: Allow the deletion of an earlier run's finished jobs.
 
         Raises:
-            OutputError: The folder has finished jobs with the same settings; neither `resume` nor `overwrite` is set.
-            ConfigError: The folder has finished jobs with other settings, and `overwrite` is not set.
+            OutputError: The folder contains finished jobs with equal settings, without `resume` or `overwrite`.
+            ConfigError: The folder contains finished jobs with different settings, and `overwrite` is not set.
         """
         try:
             earlier = msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
@@ -323,13 +323,13 @@ class JobFolder:
         return (self.path / _SETTINGS).exists()
 
     def count_finished(self) -> int:
-        """Return the number of finished jobs. Their hashes are not checked."""
+        """Return the number of finished jobs, without checking the hashes of their files."""
         return sum(1 for _ in self.path.glob("*.done"))
 
     def remove(self) -> None:
         """Delete the folder, if it exists, and the remains of interrupted deletions.
 
-        The folder is renamed first. After a kill during the deletion, no job in it counts as finished.
+        The folder is renamed first, so that no job counts as finished if the process is killed during the deletion.
         """
         with suppress(FileNotFoundError):
             self.path.rename(self.path.with_name(f"{self.path.name}.removed-{os.getpid()}"))

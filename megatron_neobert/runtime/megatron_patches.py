@@ -42,7 +42,7 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Patch the gradient norm and `create_group` of megatron.core; the other fix is called by name. May be repeated."""
+    """Patch megatron.core's gradient norm and `create_group`. Callers use `finalize_gradients` directly. Idempotent."""
     if clip_grads.get_grad_norm_fp32 is norm_on_device:
         return
     check_sources()
@@ -69,7 +69,7 @@ def _with_local_synchronization(create_group: Callable[..., Any]) -> Callable[..
 def check_sources() -> None:
     """Raise ConfigError if megatron.core lacks a source line or a signature that the patches rely on.
 
-    With other sources, a run could clip by wrong numbers without an error.
+    With a different source, a run could silently clip gradients by a wrong norm.
     """
     problems = []
     for owner, name, line in _EXPECTED_SOURCE:
@@ -95,7 +95,7 @@ def norm_on_device(
     norm_type: float = 2.0,
     grad_stats_parallel_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the Euclidean norm over all gradients of the group's ranks: an fp64 scalar on the device.
+    """Return the Euclidean norm of all gradients on all ranks of the group, as an fp64 scalar on the device.
 
     `norm_type` must be 2, the only value that Megatron passes here.
 
@@ -116,11 +116,11 @@ def norm_on_device(
 
 
 def finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Run megatron.core's `finalize_model_grads`, then divide the gradients in place by the tokens of all ranks.
+    """Run megatron.core's `finalize_model_grads`, then divide the gradients in place by all ranks' number of tokens.
 
     Args:
-        num_tokens: Tokens of this rank, replaced in place by the sum over the data- and context-parallel ranks of the
-            last pipeline stage. If None, nothing is divided.
+        num_tokens: This rank's number of tokens. Replaced in place by the sum over the last pipeline stage's data- and
+            context-parallel ranks. If None, the gradients are not divided.
 
     Collective: all ranks.
     """

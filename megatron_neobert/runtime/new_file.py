@@ -49,7 +49,7 @@ class NewFile:
         self._bytes += memoryview(content).nbytes
 
     def append(self, source: Path) -> None:
-        """Append the content of a file. A thread hashes a block while it is written."""
+        """Append the content of a file. A thread hashes each block while the block is written."""
         with source.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as thread:
             while block := stream.read(_BLOCK_BYTES):
                 hashing = thread.submit(self._digest.update, block)
@@ -58,7 +58,7 @@ class NewFile:
                 self._bytes += len(block)
 
     def link(self, source: Path, *, sha256: str) -> None:
-        """Replace the content by a hard link to `source`, or a copy. `sha256` is its hash, which is not checked."""
+        """Replace the content by a hard link to `source`, or by a copy. `source` is not compared with `sha256`."""
         self._temporary.unlink()
         try:
             os.link(source, self._temporary)
@@ -67,7 +67,7 @@ class NewFile:
         self._bytes, self._sha256 = source.stat().st_size, sha256
 
     def commit(self, *, sync: bool = True) -> FileRecord:
-        """Close the file, rename it to `path`, and return its size and SHA-256. `sync` waits until it is on disk."""
+        """Close the file, rename it to `path`, and return its record. If `sync`, wait until the file is on disk."""
         self._stream.close()
         if sync:
             sync_to_disk(self._temporary)

@@ -21,9 +21,9 @@ _LOCK_RECORD = b"process "  # first bytes of a lock file that is not empty
 
 
 def claim_folder(path: Path) -> None:
-    """Create a folder with our record, or check that an existing folder has it or is empty.
+    """Create a folder that contains our record. An existing folder must be empty or contain our record.
 
-    Raise OutputError if the path is a link, a file or a folder of others, or if the folder cannot be created.
+    Raise OutputError if the path is a link, a file or any other folder, or if the folder cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,16 +36,16 @@ def claim_folder(path: Path) -> None:
 
 
 def create_folder(path: Path) -> None:
-    """Create an empty folder with our record, see `claim_folder`. Delete an earlier folder with our record."""
+    """Create a folder that contains only our record (see `claim_folder`). Delete an earlier folder with our record."""
     delete_folder(path)
     claim_folder(path)
 
 
 def is_own_folder(path: Path, record: str = RECORD) -> bool:
-    """Return True if the path is a folder, not a link, that is empty or has our record.
+    """Return True if the path is a folder, not a link, and the folder is empty or contains our record.
 
     Args:
-        record: Name of another file that identifies a folder of this project, besides RECORD.
+        record: Name of a second file that also identifies a folder of this project, besides RECORD.
     """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -60,7 +60,7 @@ def is_own_folder(path: Path, record: str = RECORD) -> bool:
 
 
 def require_own_folder(path: Path, record: str = RECORD) -> None:
-    """Raise OutputError unless `is_own_folder` is true."""
+    """Raise OutputError unless `is_own_folder` returns True for these arguments."""
     if not is_own_folder(path, record):
         raise OutputError(
             f"{path} is in the way: a link, a file, or a folder that this project did not create. It is neither "
@@ -69,7 +69,7 @@ def require_own_folder(path: Path, record: str = RECORD) -> None:
 
 
 def delete_folder(path: Path, record: str = RECORD) -> None:
-    """Delete a folder with our record, if it exists. The record goes last, so a killed deletion can be repeated.
+    """Delete a folder with our record, if it exists. The record is deleted last, so that a retry works after a kill.
 
     Args:
         record: See `is_own_folder`.
@@ -95,9 +95,9 @@ def empty_folder(path: Path, *, keep: tuple[str, ...]) -> None:
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Exchange the names of two folders of one file system, so that at no moment one of the names is missing.
+    """Swap the names of two folders on the same file system atomically: both names exist at every moment.
 
-    A file system without this operation, such as NFS, renames three times. Raise OSError if this fails.
+    On a file system without this operation, such as NFS, rename three times instead. Raise OSError if this fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     paths = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))
@@ -129,7 +129,7 @@ def open_own(path: Path) -> IO[bytes]:
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a lock file, see `open_own`. Raise OutputError if its content is not that of a lock file."""
+    """Open a lock file as `open_own` does. Raise OutputError also if a file exists that is not our lock file."""
     stream = open_own(path)
     stream.seek(0)
     if stream.read(len(_LOCK_RECORD)) not in (b"", _LOCK_RECORD):
@@ -139,7 +139,7 @@ def open_lock(path: Path) -> IO[bytes]:
 
 
 def create_temporary(path: Path) -> IO[bytes]:
-    """Create a file for writing. Delete an existing file, which a killed process with the same number has left.
+    """Create a file for writing. Delete an existing file first, which a killed process with the same id has left.
 
     Raise OSError if the file cannot be created.
     """

@@ -39,7 +39,7 @@ interrupts: list[int] = []  # Ctrl-C signals that this launcher received while i
 
 
 def forward_stop_signals() -> None:
-    """Start to send stop signals of this launcher to its ranks. Without ranks, a signal ends the launcher."""
+    """Forward stop signals from this launcher to its ranks from now on. Without ranks, a signal ends the launcher."""
     _watch_signals(_forward)
 
 
@@ -63,7 +63,7 @@ def _forward(number: int) -> None:
 def install_signal_handlers() -> None:
     """Let SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C end this rank at once, with exit code 75. Call this in the main thread.
 
-    `finish_iteration_at_signals` changes this when training begins. SIGQUIT ends the rank with code 130.
+    After `finish_iteration_at_signals`, these signals only stop training. SIGQUIT ends the rank with exit code 130.
     """
     _watch_signals(_handle)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by a launcher that became this rank
@@ -72,7 +72,7 @@ def install_signal_handlers() -> None:
 def finish_iteration_at_signals() -> None:
     """Let a stop signal from now on end the run after the current iteration, and a second Ctrl-C abort at once.
 
-    Call it when the process group is formed, so that all ranks can agree on the last iteration.
+    Call this function once the process group exists, so that all ranks can agree on the last iteration.
     """
     _group_is_formed.set()
 
@@ -80,7 +80,7 @@ def finish_iteration_at_signals() -> None:
 def _watch_signals(handle: Callable[[int], None]) -> None:
     """Start a thread that calls `handle(number)` for each stop or abort signal of this process.
 
-    Call this in the main thread. `handle` is called even while that thread waits in C++, unlike a Python handler.
+    Call this in the main thread. Unlike a Python signal handler, `handle` runs even while the main thread waits in C++.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -117,7 +117,7 @@ def _announce_stop() -> None:
 
 
 def end_process(code: int, text: str) -> NoReturn:
-    """Print a text on standard error and end this process, in any thread, even if the reader of the text hangs."""
+    """Print `text` on standard error and end this process, even if writing hangs. Any thread may call this."""
     timer = threading.Timer(_WRITE_SECONDS, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -16,9 +16,9 @@ _BACKLOG = 4096  # connections waiting to be accepted: all ranks of a large run 
 
 
 def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
-    """Connect to the store of the run, and return a view that adds `prefix` and torchrun's restart count to all keys.
+    """Connect to the run's store, and return a view that adds `prefix` and torchrun's restart count to all keys.
 
-    A single rank gets a new store in its own process. Without a launcher that serves the store, rank 0 serves it.
+    In a run of one rank, return a new store in this process. If no launcher serves the store, rank 0 serves it.
     Raise OSError or torch.distributed.DistError if the store does not answer in time.
     """
     from torch.distributed import HashStore, PrefixStore
@@ -56,12 +56,12 @@ def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore
 
 
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
-    """Start a store that listens on one address, unlike torch's own store, which listens on all. Return the store.
+    """Start and return a store that listens on one address only. torch's own store would listen on all addresses.
 
     If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
     interfaces, because no other node could connect otherwise. The caller must keep the returned store until all ranks
-    have ended, because torch's env:// uses the same server (multi_tenant). Raises this process's limit of open files to
-    65,536, or to the hard limit. Raise ConnectionError if the address or port cannot be used.
+    have ended, because torch's env:// uses the same server (multi_tenant). The limit of open files becomes 65,536, or
+    the hard limit if that is lower. Raise ConnectionError if the address or port cannot be used.
 
     Args:
         port: Port number; 0 to let the system choose.

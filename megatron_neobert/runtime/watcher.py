@@ -38,7 +38,7 @@ _LOST_CONNECTION = re.compile(
 
 
 class Status(NamedTuple):
-    """Latest status of a rank. Has no time stamps, because clocks of different machines differ."""
+    """Latest status of a rank. It contains no time stamps, because clocks of different machines differ."""
 
     rank: int
     host: str = "unknown node"
@@ -61,7 +61,7 @@ class Failure(NamedTuple):
 
 
 class RunStatus:
-    """Status of all ranks and first failure of a run, in the store. Several threads may use it."""
+    """Status of all ranks and first failure of a run, kept in the store. Several threads may use this object."""
 
     def __init__(self, store: Store, *, node: str, ranks: int) -> None:
         self.store, self.ranks, self._node = store, ranks, node
@@ -71,19 +71,19 @@ class RunStatus:
         self.store.set(f"rank/{status.rank}", json.dumps(status))
 
     def read(self, rank: int) -> Status:
-        """Return the latest status of a rank. torchrun writes none before the watcher of the rank has started."""
+        """Return the latest status of a rank, or the default `Status` if the rank has not published any yet."""
         return Status(*parse_json(self.store.compare_set(f"rank/{rank}", "", json.dumps(Status(rank)))))
 
     def record(self, failure: Failure) -> Failure:
-        """Record a failure, unless the run has one, and return the first failure of the run."""
+        """Record `failure` unless the run already has a failure, and return the run's first failure."""
         return Failure(*parse_json(self.store.compare_set("failure", "", json.dumps(failure))))
 
     def failure(self) -> Failure | None:
-        """Return the first failure of the run, if it has one."""
+        """Return the run's first failure, or None if no failure is recorded."""
         return Failure(*parse_json(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
     def sentence_for_node(self, failure: Failure) -> str:
-        """Return the sentence of the first failure, for the caller to print, or "" if this node has printed it."""
+        """Return the error message of a failure for the caller to print, or "" if this node has already printed it."""
         return self.sentence(failure) if self.store.add(f"printed/{self._node}", 1) == 1 else ""
 
     def sentence(self, failure: Failure) -> str:
@@ -94,9 +94,9 @@ class RunStatus:
 
 
 class Watcher:
-    """A context manager that watches this rank and the others, and ends the process when one of them fails.
+    """A context manager that watches all ranks, and ends this process when any rank fails or hangs.
 
-    Inside the block, the main thread must call `mark` and `tick`. Outside, these have no effect.
+    Inside the block, the main thread must call `mark` and `tick`. Outside the block, these methods have no effect.
     """
 
     def __init__(self, *, limit_seconds: float) -> None:
@@ -108,7 +108,7 @@ class Watcher:
         self._leaving = threading.Event()
 
     def mark(self, activity: str, iteration: int = 0) -> None:
-        """Record what the run does next. All ranks must make the same calls."""
+        """Record the run's next activity as progress. All ranks must make the same calls."""
         self._status = self._status._replace(position=f"iteration {iteration} ({activity})")
         self.tick()
 
@@ -126,7 +126,7 @@ class Watcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        """Report that this rank has finished, or end the process because of an error."""
+        """Report that this rank has finished, or end the process if the block raised an error."""
         if isinstance(error, DistError) or (isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error))):
             time.sleep(_RECORD_SECONDS)  # `_follow` ends the process if the cause is recorded, or else searches for it
             self._lost = f"lost another rank ({errors.short_reason(error)})"
@@ -155,7 +155,7 @@ class Watcher:
         signals.end_process(code, text)
 
     def _follow(self) -> None:
-        """Exchange status once a second until the run has failed, then end the process."""
+        """Exchange status once a second. End the process after a failure; return when the block ends."""
         failure, text = None, ""
         try:
             while failure is None and not self._leaving.wait(_TICK_SECONDS):
