@@ -32,7 +32,7 @@ MAIN_WEIGHTS = "optimizer.state.param."
 
 
 class Box(NamedTuple):
-    """A box of a tensor."""
+    """A rectangular slice of a tensor."""
 
     offsets: tuple[int, ...]  # index of its first element in the tensor
     shape: tuple[int, ...]
@@ -40,11 +40,11 @@ class Box(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> None:
-    """Write one file of a checkpoint.
+    """Write one safetensors file of a checkpoint.
 
     Args:
         tensors: Contiguous CPU tensors by name.
-        boxes: For each name, the box of the stored tensor that the given tensor is. None: all are whole tensors.
+        boxes: Name -> the tensor's box in the whole tensor. None if all tensors are whole.
 
     Raises:
         OSError: The file cannot be written.
@@ -60,10 +60,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str,
 
 
 class StoredTensors:
-    """Tensors in the files of a checkpoint. `shapes` and `dtypes` are by name, of whole tensors.
+    """Tensors in the files of a checkpoint. `shapes` and `dtypes` map names to those of the whole tensors.
 
-    The headers of all files are read at once, and a file is opened again when its values are read. A pickled copy,
-    for another rank, keeps the content of the headers.
+    The constructor reads the headers of all files; values are read later. A pickled copy, for another rank, contains
+    the headers' content.
 
     Raises:
         CheckpointError: A file is damaged, or the boxes of a tensor do not make up the whole tensor.
@@ -114,7 +114,7 @@ class StoredTensors:
                 boxes.append((path.name, box))
 
     def main_name(self, name: str) -> str:
-        """Return the name of the fp32 main weights of a weight, or the same name if there are none."""
+        """Return the name under which a weight's fp32 main weights are stored, or `name` if there are none."""
         main = MAIN_WEIGHTS + name
         return main if main in self.shapes and self.shapes[main] == self.shapes.get(name) else name
 
@@ -127,7 +127,7 @@ class StoredTensors:
                 size depends on the layout.
 
         Raises:
-            CheckpointError: There is no such tensor or slice, or a file cannot be read.
+            CheckpointError: The tensor or the slice does not exist, or a file cannot be read.
         """
         if name not in self._boxes or len(self.shapes[name]) != into.dim():
             raise CheckpointError(

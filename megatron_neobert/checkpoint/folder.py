@@ -48,7 +48,7 @@ _REQUIRED_FILES = (TRAIN_STATE, "settings.yaml")
 
 
 def record_of(path: Path) -> FileRecord:
-    """Return size and sha256 of a file."""
+    """Return the size and sha256 of a file."""
     return FileRecord(path.stat().st_size, sha256_of(path))
 
 
@@ -58,25 +58,25 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 
 def list_checkpoints(save: Path) -> list[Path]:
-    """Return the checkpoints in a folder, newest first; or the folder itself if it is a checkpoint."""
+    """Return the checkpoints in `save`, newest first. If `save` itself is a checkpoint, it is included."""
     return [folder for folder in list_folders(save) if (folder / MANIFEST).exists()]
 
 
 def list_folders(save: Path) -> list[Path]:
-    """Return folders with a checkpoint's name, newest first, with or without a manifest."""
+    """Return the folders with a checkpoint's name, newest first, with or without a manifest. Includes `save` itself."""
     folders = [path for path in (save.resolve(), *save.glob("iter_*")) if re.fullmatch(r"iter_\d{7,}", path.name)]
     return sorted(folders, key=iteration_of, reverse=True)
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """Return the iteration in the name of a checkpoint folder."""
+    """Return the iteration number in a checkpoint folder's name."""
     return int(checkpoint.name.removeprefix("iter_"))
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """Return the checkpoint of `iteration` in a save folder, or the newest if it is None. Files are not verified.
+    """Return a save folder's checkpoint of `iteration`, or its newest if `iteration` is None. Files are not verified.
 
-    Raise MissingInputError if the folder has no such checkpoint.
+    Raise MissingInputError if the folder does not contain this checkpoint.
     """
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
@@ -100,11 +100,12 @@ def check_folders(config: CheckpointConfig) -> None:
     """Check --save, --load and --continue-from before a start, without creating --save.
 
     Raises:
-        CheckpointError: --load has remains of checkpoints, but no complete one.
+        CheckpointError: --load contains remains of checkpoints, but no complete checkpoint.
         ConfigError: --save contains a file named STOP.
-        MissingInputError: --continue-from has no checkpoint, or if it is not set, --load, which is not --save.
-        OutputError: --save has checkpoints and is not --load, cannot be created, or contains a link or a folder of
-            others under the name of an unfinished checkpoint.
+        MissingInputError: --continue-from contains no checkpoint. If that is not set: --load, which differs from
+            --save, contains no checkpoint.
+        OutputError: --save contains checkpoints but differs from --load, cannot be created, or contains a link or
+            another program's folder with the name of an unfinished checkpoint.
     """
     if config.save is not None:
         if (Path(config.save) / "STOP").exists():
@@ -147,10 +148,10 @@ def check_folders(config: CheckpointConfig) -> None:
 def claim(save: str | None) -> Iterator[None]:
     """Create the folder of --save and lock it against other runs until the context ends. Only rank 0 calls this.
 
-    On a file system without locks, a warning is printed. Without --save, nothing is done.
+    Print a warning if the file system has no locks. Do nothing if `save` is None.
 
     Raises:
-        OutputError: Another run still holds the lock after 10 seconds, or the lock is a link or a file of others.
+        OutputError: Another run still holds the lock after 10 seconds, or the lock path is a link or a foreign file.
     """
     if save is None:
         yield
@@ -178,11 +179,11 @@ def claim(save: str | None) -> Iterator[None]:
 
 
 def verify_files(checkpoint: Path, *, with_tensors: bool = True, share: tuple[int, int] = (0, 1)) -> None:
-    """Raise CheckpointError if the manifest is not valid, or if a file is missing or has another size or sha256.
+    """Raise CheckpointError if the manifest is not valid, or if a file is missing or its size or sha256 differs.
 
     Args:
         with_tensors: Also check the safetensors files, which takes seconds per GB.
-        share: (number, shares): check files number, number + shares and so on, so that ranks share the work.
+        share: (number, shares): check only every `shares`-th file, starting at `number`, so that ranks share the work.
     """
     files = _read_manifest(checkpoint / MANIFEST)
     number, shares = share
@@ -201,7 +202,7 @@ def verify_files(checkpoint: Path, *, with_tensors: bool = True, share: tuple[in
 
 
 def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
-    """Return the records in a manifest by relative file name; raise CheckpointError if the manifest is not valid."""
+    """Return a manifest as relative file name -> record. Raise CheckpointError if the manifest is not valid."""
     try:
         files = msgspec.convert(parse_json(read_text(manifest))["files"], dict[str, FileRecord])
     except (FileNotFoundError, msgspec.ValidationError, ValueError, KeyError, TypeError) as error:
@@ -220,18 +221,18 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
 
 
 def quarantine(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not used and its name is free, and return the new path."""
+    """Rename a damaged checkpoint, so that no run uses it and its name is free. Return the new path."""
     return checkpoint.rename(_free_name(checkpoint.with_name(f"{checkpoint.name}.damaged")))
 
 
 def _free_name(path: Path) -> Path:
-    """Return `path`, or the first of `path`.2, `path`.3 and so on, that does not exist."""
+    """Return the first of `path`, `path`.2, `path`.3 and so on that does not exist."""
     names = (path.name, *(f"{path.name}.{number}" for number in range(2, 1000)))
     return next(free for free in map(path.with_name, names) if not free.exists())
 
 
 def leftovers(save: Path) -> list[Path]:
-    """Return unfinished folders of crashed runs, which the next save deletes. Folders of others are left out."""
+    """Return this project's unfinished checkpoint folders from crashed runs. The next save deletes these folders."""
     return [folder for folder in _unfinished(save) if is_own_folder(folder, MANIFEST)]
 
 
@@ -240,7 +241,7 @@ def _unfinished(save: Path) -> list[Path]:
 
 
 def prepare_folder(final: Path) -> Path:
-    """Create and return a temporary folder for the checkpoint `final`, and delete what crashed saves left beside it."""
+    """Create and return a temporary folder for the checkpoint `final`. Delete the leftovers of crashed saves."""
     save = final.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(save):
@@ -262,7 +263,7 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
         written: Files that have already been flushed, by name.
 
     Raises:
-        OSError: A file in `written` is missing or has another size, or a file cannot be read or written.
+        OSError: A file in `written` is missing or its size differs, or a file cannot be read or written.
     """
     for name, expected in written.items():
         path = folder / name
@@ -284,10 +285,10 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename the complete folder `temporary`, which has a manifest, to `final`, and update the pointer file.
+    """Rename the complete folder `temporary`, which contains a manifest, to `final`, and update the pointer file.
 
-    `final` is named iter_NNNNNNN, which makes the folder a checkpoint. An existing checkpoint `final` is replaced.
-    Raise OutputError if something else has this name.
+    The name of `final` must be iter_NNNNNNN, as of every checkpoint. An existing checkpoint `final` is replaced.
+    Raise OutputError if `final` exists and is not a checkpoint of this project.
     """
     (temporary / RECORD).unlink(missing_ok=True)
     if is_replaced := os.path.lexists(final):
@@ -303,7 +304,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Delete all checkpoints except the newest `keep_last` and the multiples of `keep_every` iterations."""
+    """Delete all checkpoints except the newest `keep_last` and those of iterations that `keep_every` divides."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
         if (keep_every is None or iteration_of(checkpoint) % keep_every) and is_own_folder(checkpoint, MANIFEST):
             # With this name it is no checkpoint while it is being deleted.

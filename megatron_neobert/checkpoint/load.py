@@ -34,9 +34,10 @@ class Found(NamedTuple):
 
 
 def find_checkpoint(settings: Settings) -> Found | None:
-    """Return the newest undamaged checkpoint of --load, else of --continue-from, the same on all ranks.
+    """Return the newest undamaged checkpoint of --load, or else of --continue-from. The result is equal on all ranks.
 
-    Return None if neither has a checkpoint; `check_folders` has already checked that the run may start without one.
+    Return None if neither folder contains a checkpoint; `check_folders` has then already allowed a fresh start. Raise
+    CheckpointError if a folder's checkpoints are all damaged.
 
     Collective: all ranks.
     """
@@ -51,12 +52,12 @@ def find_checkpoint(settings: Settings) -> Found | None:
 def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     """Restore weights, optimizer and train state from a checkpoint whose files have been verified.
 
-    Without optimizer state in the checkpoint, the optimizer starts with new state. Rank 0 prints what has changed since
-    the checkpoint.
+    If the checkpoint contains no optimizer state, the optimizer starts with new state. Rank 0 prints the settings that
+    have changed since the checkpoint. Raise CheckpointError if the checkpoint does not fit this run or is damaged.
 
     Args:
-        has_new_data: The checkpoint comes from --continue-from, so its data may differ from this run's. If they differ,
-            this run starts at the beginning of its data.
+        has_new_data: The checkpoint comes from --continue-from, so its data may differ from this run's. If the data
+            differ, this run starts at the beginning of its own data.
 
     Collective: all ranks.
     """
@@ -94,7 +95,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> None:
-    """Read this rank's weights and moments. With the distributed optimizer, the weights of other ranks are not read."""
+    """Read this rank's parts of the weights and, if `with_moments`, of the moments; see `local_parts`."""
     for part in local_parts(run):
         for name, box, data, is_padded in part.boxes_of(part.main, ""):
             stored.read(stored.main_name(name), data, offsets=box.offsets, is_padded=is_padded)
@@ -106,11 +107,11 @@ def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> Non
 
 
 def _find_in(load: Path, *, is_save: bool) -> Path | None:
-    """Return the newest undamaged checkpoint in a folder, the same on all ranks, or None if there are no checkpoints.
+    """Return a folder's newest undamaged checkpoint, equal on all ranks, or None if the folder contains no checkpoint.
 
-    Each rank verifies a share of the files. Rank 0 prints a warning for each newer checkpoint that it skips. In the
-    folder of --save, damaged checkpoints are renamed, so that --keep-last does not count them. Raise CheckpointError if
-    all checkpoints are damaged.
+    Each rank verifies a share of the files. Rank 0 prints a warning for each damaged checkpoint that is skipped. If
+    `is_save`, damaged checkpoints are renamed, so that --keep-last does not count them. Raise CheckpointError if all
+    checkpoints are damaged.
 
     Collective: all ranks.
     """
@@ -142,10 +143,10 @@ def _find_in(load: Path, *, is_save: bool) -> Path | None:
 
 
 def _on_all_ranks(function: Callable[[], Any]) -> Any:
-    """Return the result of a function, which each rank calls for itself.
+    """Call `function` on each rank, and return this rank's result.
 
     Raises:
-        CheckpointError, OSError: The function raised it on a rank. It is raised on all ranks.
+        CheckpointError, OSError: The function raised this error on some rank. All ranks raise the lowest rank's error.
 
     Collective: all ranks.
     """

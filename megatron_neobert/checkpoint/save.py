@@ -56,7 +56,8 @@ class Saver:
     def save(self) -> None:
         """Save the current state of the run.
 
-        Return when the checkpoint is complete, or with --async-save when its tensors are copied to host memory.
+        Return when the checkpoint is complete. With --async-save, return when the tensors are copied to host memory.
+        Raise SaveError on all ranks if writing fails, and DivergenceError if a value is not finite.
 
         Collective: all ranks.
         """
@@ -91,7 +92,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and publish it.
+        """Wait for the checkpoint that is being written, if any, and publish it. Raise SaveError if writing fails.
 
         Collective: all ranks.
         """
@@ -110,7 +111,7 @@ class Saver:
         self.log(f"saved {self._final}")
 
     def _check_finite(self, boxes: Sequence[LocalBox]) -> None:
-        """Raise DivergenceError on all ranks if a value of any rank is not finite. Collective: all ranks."""
+        """Raise DivergenceError on all ranks if a value on any rank is not finite. Collective: all ranks."""
         # Extremes are NaN if a value is, and need no memory. The host reads them at once, and waits for a GPU once.
         extremes = [torch.stack(box.data.aminmax()).isfinite().all() for box in boxes]
         finite = torch.stack(extremes).tolist() if extremes else []
@@ -122,10 +123,10 @@ class Saver:
     def _complete(self, results: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
         """Publish the checkpoint, and delete old checkpoints. Only rank 0 calls this.
 
-        A problem of a rank, or an error before the checkpoint is published, is returned as a text for all ranks.
+        Return the first problem of a rank, or the error that prevented publishing, as text; None after success.
 
         Args:
-            results: (records of the written files, problem or None) of each rank.
+            results: For each rank, (records of the written files, problem or None).
         """
         config = self.run.settings.checkpoint
         if (problem := next((problem for _, problem in results if problem is not None), None)) is not None:
@@ -149,7 +150,7 @@ class Saver:
         error: type[NeoBERTError] = SaveError,
         remedy: str = "Make room or fix the problem, then start again with the same command.",
     ) -> None:
-        """Delete the temporary folder and raise an error on all ranks, if any has a problem. Collective: all ranks."""
+        """If any rank has a problem, delete the temporary folder and raise on all ranks. Collective: all ranks."""
         problem = first_of_ranks(problem)
         if problem is None:
             return
@@ -162,9 +163,9 @@ class Saver:
 
 
 def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:
-    """Write a rank's boxes to `path` and, if needed, to up to two numbered files beside it.
+    """Write a rank's boxes to `path` and, if needed, to one or two numbered files in the same folder.
 
-    Return the record of each file by name. Without boxes, no file is written.
+    Return file name -> record. If `boxes` is empty, no file is written and the result is empty.
     """
     records = {}
     for number, file in enumerate(assign_to_files(boxes)):

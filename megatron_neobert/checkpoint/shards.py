@@ -24,7 +24,7 @@ _STATE_FORMAT = {"singleton_local_shards": True}
 
 
 class LocalBox(NamedTuple):
-    """A box of a stored tensor, and the view of this rank's memory that holds its values."""
+    """A box of a stored tensor, and the view of this rank's memory that contains the box's values."""
 
     name: str
     box: Box
@@ -34,7 +34,7 @@ class LocalBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of one parameter whose optimizer state this rank has, from element `start`, flattened."""
+    """A flattened range of a parameter's elements, from element `start`, whose optimizer state is on this rank."""
 
     entry: ShardedTensor | ShardedTensorFactory  # this rank's whole parameter
     start: int
@@ -44,16 +44,16 @@ class Part:
 
     @property
     def has_main(self) -> bool:
-        """True if the main weights have memory of their own."""
+        """True if the main weights are stored separately from `weight`."""
         return self.main.dtype != self.weight.dtype
 
     def narrow(self, begin: int, end: int) -> "Part":
-        """Return the elements from `begin` to `end`, counted from the start of this part."""
+        """Return a part with the elements from `begin` to `end`, counted from the start of this part."""
         weight, main, *moments = (flat[begin:end] for flat in (self.weight, self.main, *self.moments.values()))
         return Part(self.entry, self.start + begin, weight, main, dict(zip(self.moments, moments, strict=True)))
 
     def boxes(self) -> Iterator[LocalBox]:
-        """Yield the boxes of the weights, of main weights with memory of their own, and of the moments."""
+        """Yield the boxes of the weights, the main weights (if stored separately) and the moments."""
         flats = {"": self.weight}
         if self.has_main:
             flats[MAIN_WEIGHTS] = self.main
@@ -62,7 +62,7 @@ class Part:
             yield from self.boxes_of(flat, prefix)
 
     def boxes_of(self, flat: Tensor, prefix: str) -> Iterator[LocalBox]:
-        """Yield the boxes of `flat`, which has one value per element of this part, with `prefix` before their names."""
+        """Yield the boxes of `flat`, one value per element of this part. `prefix` is put before the boxes' names."""
         entry = self.entry
         for piece in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
             assert piece.data.is_contiguous() and not piece.prepend_axis_num, piece
@@ -79,9 +79,9 @@ class Part:
 
 
 def split_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, shape) of the boxes that make up the elements from `start` to `stop` of a flattened tensor.
+    """Split the elements from `start` to `stop` of a flattened tensor into boxes; yield each box's (offsets, shape).
 
-    Boxes follow each other in row-major order. A matrix has at most three. Without elements there are none.
+    Boxes are in row-major order. A matrix needs at most three boxes. An empty range yields nothing.
     """
     shape = 1, *shape
     sizes = [prod(shape[axis + 1 :]) for axis in range(len(shape))]  # elements per index of the axis
@@ -96,9 +96,9 @@ def split_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[t
 
 
 def local_parts(run: Run) -> list[Part]:
-    """Return the parts of all parameters whose optimizer state this rank has. Allocates state before the first update.
+    """Return the parts of parameters whose optimizer state is on this rank. Allocates the state if it is missing.
 
-    Without the distributed optimizer, these are this rank's whole parameters.
+    Without the distributed optimizer, the parts are this rank's whole parameters.
     """
     model = run.unwrapped_model
     # megatron.core's description of each parameter of this rank: name, offsets, and shape of the whole.
@@ -120,7 +120,7 @@ def local_parts(run: Run) -> list[Part]:
 
 
 def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield (parameter, this rank's main weights, index of their first element in the flattened parameter)."""
+    """Yield (parameter, this rank's main weights, the main weights' first index in the flattened parameter)."""
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, number) in optimizer.model_param_group_index_map.items():
             main = optimizer.optimizer.param_groups[group]["params"][number]
@@ -134,7 +134,7 @@ def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, 
 
 
 def parts_to_save(run: Run) -> list[Part]:
-    """Return the parts that this rank writes. Together, all ranks write every element once, in about equal shares."""
+    """Return the parts that this rank writes. All ranks together write every element once, in about equal shares."""
     # Without tensors that a lower tensor-parallel rank or pipeline stage has, too; the last number is the data-parallel
     # rank.
     parts = [part for part in local_parts(run) if not any(part.entry.replica_id[:2])]
@@ -155,9 +155,9 @@ def parts_to_save(run: Run) -> list[Part]:
 
 
 def assign_to_files(boxes: Iterable[LocalBox]) -> list[dict[str, LocalBox]]:
-    """Return the boxes of each file that a rank writes, by name.
+    """Assign a rank's boxes to files, and return a dictionary name -> box for each file.
 
-    A file has at most one box of a tensor. The largest boxes are in the first file, parts of rows in up to two more.
+    A file contains at most one box of each tensor. Larger boxes come first, so the second and third file are small.
     """
     files: list[dict[str, LocalBox]] = []
     for box in sorted(boxes, key=lambda box: -box.data.numel()):

@@ -21,7 +21,7 @@ def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> N
     """Check that a run can start from the newest checkpoint of --load, or else of --continue-from.
 
     Raise the errors of `read_fitting_run`. Tensors are not read. A damaged checkpoint is not checked, because loading
-    skips it and may use an older one.
+    may skip it and use an older checkpoint.
     """
     folder = newest_checkpoint(settings.checkpoint)
     if folder is None:
@@ -37,14 +37,14 @@ def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> N
 def read_fitting_run(
     folder: Path, settings: Settings, opened: Sequence[OpenedCorpora], *, has_new_data: bool
 ) -> tuple[SavedRun, SavedState]:
-    """Return what a checkpoint records about its run, if a run with these settings, data and tokenizer can continue it.
+    """Return a checkpoint's records of its run. Check that a run with these settings, data and tokenizer can continue.
 
     Args:
-        has_new_data: The checkpoint is of --continue-from, so its data may differ.
+        has_new_data: The checkpoint comes from --continue-from, so its data may differ.
 
     Raises:
-        CheckpointError: A record is damaged or of another version, or the tokenizer differs, even if its size does not.
-            Further errors are those of `refuse_unfit_checkpoint`.
+        CheckpointError: A record is damaged or from another version, or the tokenizers differ.
+            `refuse_unfit_checkpoint` raises further errors.
     """
     recorded = read_train_state(folder)
     state = recorded.state
@@ -70,9 +70,9 @@ def read_fitting_run(
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
-    """Raise SaveError if the file system of --save has no space for one checkpoint of this run.
+    """Raise SaveError if the file system of --save has too little free space for one checkpoint of this run.
 
-    Space of unfinished checkpoints counts as free. Without --save, or if no iteration is left, nothing is checked.
+    Leftovers of crashed saves count as free space. Do nothing without --save, or if no iteration is left.
     """
     checkpoint = settings.checkpoint
     if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
@@ -89,12 +89,12 @@ def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
 
 
 def newest_checkpoint(config: CheckpointConfig) -> Path | None:
-    """Return the newest checkpoint of --load, else of --continue-from, or None. Its files are not verified."""
+    """Return the newest checkpoint of --load, or else of --continue-from, or None. Files are not verified."""
     folders = [Path(folder) for folder in (config.load, config.continue_from) if folder is not None]
     return next((checkpoint for folder in folders for checkpoint in list_checkpoints(folder)), None)
 
 
 def first_iteration(config: CheckpointConfig) -> int:
-    """Return the iteration of the newest checkpoint, from which this run continues, or 0."""
+    """Return the iteration of the newest checkpoint, from which this run continues, or 0 if there is no checkpoint."""
     folder = newest_checkpoint(config)
     return 0 if folder is None else iteration_of(folder)

@@ -16,7 +16,7 @@ from megatron_neobert.text import parse_json
 
 @dataclass(frozen=True)
 class TrainState:
-    """Progress of a run. A run resumes from this, the weights and the optimizer state."""
+    """Progress of a run. A run resumes from its train state, weights and optimizer state."""
 
     corpus_sha256: str  # identity of the corpus or blend at the last iteration, into which `cursor` points
     iteration: Count = 0  # last trained or skipped iteration
