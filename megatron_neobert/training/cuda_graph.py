@@ -21,11 +21,11 @@ from megatron_neobert.training.step import run_schedule
 
 
 class GraphedSchedule:
-    """`run_schedule` with a graph. The run must be built and trained on a stream that is not CUDA's default stream.
+    """`run_schedule` as a CUDA graph. The run must be built and trained on a stream other than CUDA's default stream.
 
-    The first step with new shapes runs without a graph, because kernels are chosen and compiled in it. The second one
-    is captured. All steps of a phase have the same shapes, except the number of documents. It is padded to the largest
-    number so far, so the graph is captured again a few times at the start of a phase.
+    The first step with new shapes runs without a graph, because kernels are chosen and compiled in this step. The
+    second step is captured. Within a phase, only the number of documents changes between steps. This number is padded
+    to the largest so far, so the graph is captured again a few times at the start of a phase.
     """
 
     def __init__(self) -> None:
@@ -86,21 +86,21 @@ class GraphedSchedule:
 def mark_weights_as_updated(run: Run) -> None:
     """Make the next forward pass gather the weights of other ranks, if gathering overlaps with computing.
 
-    Megatron gathers a bucket of weights unless its `param_gather_dispatched` is set. Each forward pass sets the flag,
-    and the end of a backward pass clears it, but a replay does not. With a wrong flag, a graph that is
-    captured after a validation has no gather, and a validation after a replay uses outdated weights of other ranks.
+    Megatron gathers a bucket's weights unless `param_gather_dispatched` is set. Each forward pass sets this flag, and
+    the end of a backward pass clears the flag, but a graph's replay does neither. With a wrong flag, a graph captured
+    after a validation contains no gather, and a validation after a replay uses outdated weights of other ranks.
     """
     for group in run.model.bucket_groups:
         group.param_gather_dispatched = False
 
 
 def _shapes(batch: MicroBatch) -> tuple:
-    """Return the sizes and the kind of attention, which must be equal in all steps of a graph."""
+    """Return the sizes and the kind of attention of a batch, which must be equal in all steps of a graph."""
     return batch.max_seqlen, batch.is_causal, len(batch.tokens_t), len(batch.labels_m)
 
 
 def copy_batch(batch: MicroBatch, target: MicroBatch) -> None:
-    """Copy the tensors of a micro-batch into `target`, which has more empty documents at the end."""
+    """Copy a micro-batch's tensors into `target`. Extra documents in `target` become empty documents at the end."""
     for name in ("tokens_t", "labels_m", "masked_positions_m"):
         getattr(target, name).copy_(getattr(batch, name), non_blocking=True)
     bounds = len(batch.cu_seqlens_n)

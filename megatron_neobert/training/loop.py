@@ -44,7 +44,7 @@ MOST_SKIPPED = 10  # skipped updates in a row after which a run ends as diverged
 def run_training(settings: Settings, watcher: Watcher) -> int:
     """Build a run, load the newest checkpoint if there is one, train, and return the exit code of `train`.
 
-    Creates and locks the folder --save.
+    The folder --save is created, and locked until training ends.
 
     Raises:
         ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
@@ -96,7 +96,7 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
     """Train from `run.state` until the last iteration, a stop request, or a failure. Changes `run`.
 
     Returns:
-        The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 without a checkpoint.
+        The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
 
     Collective: all ranks.
     """
@@ -149,9 +149,9 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
 
 
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher) -> LoopControl:
-    """Set the callbacks of `run`, make a validation that an earlier stop prevented, and decide whether to train at all.
+    """Set the callbacks of `run`, repeat a validation that was interrupted, and return the decisions before training.
 
-    It ends if its last iteration is already saved, or a stop was requested while it was built. Collective: all ranks.
+    The run ends if its last iteration is already saved, or a stop has been requested meanwhile. Collective: all ranks.
     """
 
     def read_status(*, has_trained: bool = True) -> RankStatus:
@@ -208,12 +208,12 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
 def _validate(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher, control: LoopControl) -> LoopControl:
     """Compute and log the loss over the first `eval_iters` batches of each held-out corpus. Updates `run.state`.
 
-    The objective is from the current phase, all other settings are from the first phase.
+    The objective comes from the current phase, all other settings from the first phase.
 
-    A stop request ends the validation. Nothing is logged then, and the validation is repeated when the run resumes.
+    A stop request ends the validation without a log line. The validation is repeated when the run resumes.
 
     Returns:
-        `control`. After a stop request, `stop` has the reason, and `saves` is True if --save is set.
+        `control`. After a stop request, a copy: `stop` is the reason, and `saves` is True if --save is set.
 
     Collective: all ranks.
     """
@@ -285,7 +285,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
 
 
 def _state_after_step(run: Run, batches: RankBatches, result: StepResult) -> TrainState:
-    """Return the train state after a step, with or without an update."""
+    """Return the train state after a step, whether or not the update was skipped."""
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)

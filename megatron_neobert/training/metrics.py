@@ -31,12 +31,12 @@ _SMALLEST_LEAD = 0.01  # of the slowest rank over the median, as a share; a smal
 def interval_lines(position: str, values: Mapping[str, float]) -> str:
     """Format the log of an interval: two lines of at most 80 columns, always with the same columns.
 
-    A third line names the slowest rank if the ranks are on several machines and its time is at least 1 % above the
-    median. Loss and accuracy are dashes if the interval had no update, and the gradient norm if it is not finite.
+    A third line names the slowest rank if the ranks are on several machines and this rank's time is at least 1 % above
+    the median. Without an update in the interval, loss and accuracy are dashes. A norm that is not finite is a dash.
 
     Args:
         position: Start of the first line, such as "iteration 100/1000".
-        values: Values of `Monitor.close_interval`.
+        values: Values that `Monitor.close_interval` has collected, by name.
     """
     accuracy, mfu, memory = values.get("masked_accuracy"), values.get("mfu"), values["memory_gib"]
     training = [
@@ -116,23 +116,23 @@ class Monitor:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager around the wait for a batch: start the step's clock, and add the wait to the interval's."""
+        """Context manager around the wait for a batch: start the step's clock, and add the wait to `waited_seconds`."""
         self.step_started = self._now()
         started = time.perf_counter()
         yield
         self.waited_seconds += time.perf_counter() - started
 
     def stop_clock(self) -> None:
-        """End the time that this rank computes in a step, which names the slowest rank of a run.
+        """Stop the clock of this rank's computing time in a step, by which the slowest rank is found.
 
-        It begins with the request for a batch and ends when this rank has its gradients: loading, forward and backward.
+        The clock runs from the request for a batch until this rank has its gradients: loading, forward and backward.
         Waiting for other replicas is not included, because gradients are reduced afterwards. Waiting for ranks of the
         same replica (tensor, pipeline and context parallelism) is included, so all ranks of a slow replica are slow.
         """
         self.step_computed = self._now()
 
     def _now(self) -> Any:
-        """Return the time in seconds, or on a GPU an event, so that the host does not wait for the device."""
+        """Return the time in seconds, or on a GPU a recorded event, so that the host does not wait for the device."""
         if self.device.type != "cuda":
             return time.perf_counter()
         # External: also recorded whenever a CUDA graph is launched that it was captured in.
@@ -149,7 +149,7 @@ class Monitor:
         return int(psutil.Process().memory_info().rss) >> 20
 
     def add(self, result: StepResult, state: TrainState) -> None:
-        """Add a step to the interval. Log a skipped update, and leave out its loss. `state` includes the step."""
+        """Add a step to the interval. Log a skipped update, and omit its loss. `state` is the state after the step."""
         sums = result.sums
         self.predicted_tokens += sums.masked_tokens
         if result.skip_reason is None:
@@ -191,12 +191,12 @@ class Monitor:
     ) -> None:
         """Log loss and accuracy of a validation: over all corpora, and for each corpus if there are several.
 
-        The loss is also given in bits per byte: bits per predicted token, divided by the bytes per token. Unlike the
-        loss, it can be compared between vocabularies that predict the same share of the tokens.
+        The loss is also logged in bits per byte: bits per predicted token, divided by bytes per token. Unlike the loss,
+        bits per byte can be compared between vocabularies, if the models predict the same share of the tokens.
 
         Args:
-            sums: Name of the corpus -> sums over all its batches and all ranks.
-            bytes_per_token: Name of the corpus -> UTF-8 bytes of text per token, None if it is not known.
+            sums: Name of the corpus -> sums over the corpus's batches and all ranks.
+            bytes_per_token: Name of the corpus -> UTF-8 bytes of text per token, or None if unknown.
         """
         curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
@@ -218,11 +218,11 @@ class Monitor:
     def _values(self, state: TrainState) -> dict[str, float]:
         """Return the values of the interval over all ranks, as name -> value. The names contain the units.
 
-        Tokens are document tokens. `memory_gib` is the memory of the rank that uses most. `fill` is the packing
-        efficiency, and `data_wait` the share of time in which rank 0 waited for data. `compute_seconds` is the median
-        over the ranks of the time of `stop_clock`, and `slowest_rank_lead` the share by which the slowest rank exceeds
-        it.
-        Loss and accuracy are missing without an update, `mfu` for an unknown GPU, the slowest rank with a single rank.
+        Tokens are document tokens. `memory_gib` is the largest memory of any rank, `fill` the packing efficiency, and
+        `data_wait` the share of time in which rank 0 waited for data. `compute_seconds` is the ranks' median computing
+        time per step (see `stop_clock`), and `slowest_rank_lead` the share by which the slowest rank exceeds the
+        median.
+        Loss and accuracy are missing if no update was made, `mfu` if the GPU is unknown, computing times on one rank.
         """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds

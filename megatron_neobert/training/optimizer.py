@@ -71,7 +71,7 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
 
 
 def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
-    """Build Megatron's scheduler of the learning rate, and set the first rate. One scheduler step is one iteration."""
+    """Build Megatron's learning-rate scheduler, and set the first rate. One scheduler step is one iteration."""
     cfg = settings.optimizer
     return OptimizerParamScheduler(
         optimizer,
@@ -92,7 +92,7 @@ def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamSchedul
 
 
 def update_weights(run: Run, grad_norm: float) -> None:
-    """Clip the gradients in place and update the weights, after `compute_gradients`. Collective: all ranks.
+    """Clip the gradients in place and update the weights. Call `compute_gradients` before. Collective: all ranks.
 
     Args:
         grad_norm: Norm of the gradients over all ranks, before clipping.
@@ -132,7 +132,7 @@ def _build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Modu
 
 @contextmanager
 def _frozen(parameters: list[Parameter]) -> Iterator[None]:
-    """Set `requires_grad` to False in the block and True afterwards: Megatron's optimizers skip frozen parameters."""
+    """Freeze parameters in the block, because Megatron's optimizers skip parameters with `requires_grad` False."""
     for parameter in parameters:
         parameter.requires_grad = False
     yield
@@ -150,8 +150,8 @@ def _start_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> Non
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with torch's fused kernel, and the state that Megatron's distributed optimizer expects.
 
-    A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`, where torch's own AdamW has
-    one `step` tensor per parameter.
+    A parameter's state is `exp_avg` and `exp_avg_sq`. A parameter group stores the number of steps once, as `step`;
+    torch's own AdamW would store a `step` tensor for each parameter.
     """
 
     def __init__(

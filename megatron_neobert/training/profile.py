@@ -17,10 +17,10 @@ _WARM_UP = 1  # iterations before the trace, so that the start of the profiler i
 def profiling(run: Run, *, log: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Context manager: write a trace of the iterations in --profile to SAVE/profile, on rank 0.
 
-    Yields a function to call after each step.
+    Yield a function to call after each step.
 
-    If this start resumes within these iterations, only the remaining ones are traced. The first iteration of a start is
-    never traced. Failures to write the trace are logged.
+    If the run resumes within these iterations, only the remaining iterations are traced. The first iteration after a
+    start is never traced. Failures to write the trace are logged.
     """
     done = run.state.iteration
     first, last = run.settings.logging.profiled_iterations or (0, 0)

@@ -27,7 +27,7 @@ from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 def join(settings: Settings) -> tuple[list[OpenedCorpora], torch.device]:
     """Open the data, join the process group, and return the data of each phase and the device of this rank.
 
-    From then on, a stop signal ends the run after the current iteration.
+    After this call, a stop signal ends the run only after the current iteration.
 
     Collective: all ranks.
     """
@@ -49,7 +49,7 @@ def build_run(
     """Build this rank's run from the results of `join`, at iteration 0. Collective: all ranks.
 
     Args:
-        draws_weights: False leaves zeros, for a run that a checkpoint is loaded into.
+        draws_weights: False to leave all weights zero, because a checkpoint is loaded afterwards.
     """
     rank = RankPosition(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
@@ -112,7 +112,7 @@ def build_model(
 
 
 def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
-    """Wrap a model for bfloat16, if the run uses it, and for data parallelism. Collective: the data-parallel group."""
+    """Wrap a model for data parallelism and, with --bf16, for bfloat16. Collective: the data-parallel group."""
     parallel, config = settings.parallel, model.config
     overlaps = torch.cuda.is_available() if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
     if settings.training.bf16:

@@ -27,9 +27,9 @@ _SUMS = len(fields(MetricSums))
 
 
 def train_step(run: Run, batches: RankBatches) -> StepResult:
-    """Train on one global batch: forward, backward, and the update unless it is skipped. Collective: all ranks.
+    """Train on a global batch: forward, backward, and update, unless the update is skipped. Collective: all ranks.
 
-    A skipped update only steps the scheduler. `run.state` does not change.
+    The scheduler steps even if the update is skipped. `run.state` does not change.
     """
     reports, local_norm = compute_gradients(run, batches)
     result = _gather_results(run, reports, batches.real_tokens, local_norm)
@@ -42,7 +42,7 @@ def train_step(run: Run, batches: RankBatches) -> StepResult:
 
 
 def skip_reason(sums: MetricSums, grad_norm: float) -> str | None:
-    """Return the reason to skip an update: loss or gradient norm is not finite, or no token was predicted; or None."""
+    """Return the reason to skip an update (loss or norm not finite, or no predicted token), or None to update."""
     if sums.masked_tokens == 0:  # all gradients are zero, and an update would decay weights and moments
         return "the batch has no predicted token"
     is_finite = math.isfinite(sums.mean_loss) and math.isfinite(grad_norm)
@@ -54,7 +54,7 @@ def compute_gradients(run: Run, batches: RankBatches) -> tuple[list[Tensor], Ten
 
     Returns:
         The report of `_compute_loss` for each micro-batch (an empty list on a pipeline stage without the head), and the
-        gradient norm over all ranks before clipping, a scalar on the device.
+        gradient norm before clipping, a scalar on the device.
 
     Collective: all ranks.
     """
@@ -68,25 +68,24 @@ def compute_gradients(run: Run, batches: RankBatches) -> tuple[list[Tensor], Ten
 
 @torch.no_grad()
 def validation_step(run: Run, batches: RankBatches) -> StepResult:
-    """Return the loss sums of one validation batch. Collective: all ranks."""
+    """Run the forward pass on a validation batch, and return the sums over all ranks. Collective: all ranks."""
     reports = run_schedule(run, batches, forward_only=True)
     return _gather_results(run, reports, batches.real_tokens)
 
 
 def share_status(run: Run) -> RankStatus:
-    """Return the largest status over all ranks, without a training step. Collective: all ranks."""
+    """Return the largest value of each status field over all ranks. Collective: all ranks."""
     return _gather_results(run, [], 0).status
 
 
 def _gather_results(run: Run, reports: list[Tensor], real_tokens: int, grad_norm: Tensor | None = None) -> StepResult:
     """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
-    The result also has each rank's own computing time. `run.read_status` gives the status of this rank. Norms are
-    averaged because megatron.core computes them separately in each replica, unless the optimizer is distributed, and
-    they differ by rounding.
+    The result also contains each rank's computing time. `run.read_status` returns this rank's status. Norms are
+    averaged because, without the distributed optimizer, each replica computes its norm, and norms differ by rounding.
 
     Args:
-        reports: A report of `_compute_loss` per micro-batch; none on a pipeline stage without the head.
+        reports: The report of `_compute_loss` for each micro-batch; empty on a pipeline stage without the head.
         grad_norm: Gradient norm that this rank computed, a scalar on the device; None for 0.
 
     Collective: all ranks.

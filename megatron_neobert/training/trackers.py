@@ -85,7 +85,7 @@ class Trackers:
             self.failed.add(tracker)
 
     def close(self, *, failed: bool) -> None:
-        """Close TensorBoard and W&B, which records `failed` and uploads all values. Failures are logged, not raised."""
+        """Close TensorBoard and W&B. W&B uploads all values and records `failed`. Failures are logged, not raised."""
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 self.tensorboard.close()
@@ -95,7 +95,7 @@ class Trackers:
 
 
 def _tag(name: str) -> str:
-    """Return TensorBoard's tag of a value. The part before the slash is the group of the curve."""
+    """Return the TensorBoard tag of a value, such as "train/loss". The part before the slash is the group."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     return f"{'train' if name in _LEARNING else 'machine'}/{name}"
