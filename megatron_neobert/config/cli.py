@@ -72,9 +72,9 @@ class Command:
 
 
 def parse_command_line(arguments: list[str], *, world_size: int, record: Path | None = None) -> Command:
-    """Return the settings, checked for `world_size` ranks or the first of --gpus, and the flags of --dry-run.
+    """Return the settings and the flags of --dry-run, checked for `world_size` ranks or the first number in --gpus.
 
-    The micro-batch is lowered to the largest that divides the batch of a rank. --dry-run needs no --data-path.
+    The micro-batch size is lowered until it divides a rank's share of a global batch. --dry-run needs no --data-path.
 
     Flags override the `--config` file. Without a file, they override the settings in `record`, which a run saved.
     Raise ConfigError with every problem of the file, the flags and their combination.
@@ -132,7 +132,7 @@ def recipes() -> list[str]:
 
 
 def find_config(text: str) -> Path:
-    """Return the path that the user gave, or the recipe of this name if there is no such file."""
+    """Return the recipe named `text`, or `text` itself as a path if this file exists or there is no such recipe."""
     recipe = _RECIPES / f"{text}.yaml"
     return recipe if recipe.is_file() and not Path(text).is_file() else Path(text)
 
@@ -144,7 +144,7 @@ class _HelpAll(argparse.Action):
 
 
 def read_settings(path: Path) -> Settings:
-    """Return the settings of a YAML file, checked for their types only. Raise ConfigError with all its problems."""
+    """Return the settings in a YAML file. Only types are checked. Raise ConfigError with all problems of the file."""
     values: dict[str, Any] = {}
     if problems := _merge_file(path, values):
         raise ConfigError(problems)
@@ -152,12 +152,12 @@ def read_settings(path: Path) -> Settings:
 
 
 def write_record(settings: Settings, path: Path) -> None:
-    """Write all settings as YAML, including those at their default."""
+    """Write all settings as YAML, including default values."""
     path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False), encoding="utf-8")
 
 
 def model_flags(model: ModelConfig) -> str:
-    """Return, as one text, the flags of `neobert train` that describe a model. Default values are omitted."""
+    """Return the flags of `neobert train` that describe a model, as a single string. Default values are omitted."""
     default = ModelConfig()
     if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
         model = replace(model, ffn_hidden_size=None)
@@ -201,9 +201,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _merge_file(path: Path, values: dict[str, Any]) -> list[str]:
-    """Add the settings of a YAML file to `values`, by name, and return error messages about the file.
+    """Add the settings in a YAML file to `values` as name -> value, and return error messages about the file.
 
-    Raise MissingInputError if there is no such file.
+    Raise MissingInputError if the file does not exist.
     """
     if not path.is_file():
         if path.is_dir():
@@ -249,14 +249,14 @@ def _load_yaml(text: bytes | str) -> Any:
 
 
 def _name_of(key: Any) -> str:
-    """Return a YAML key as it is if it can be a name, or shortened for a message."""
+    """Return a YAML key unchanged if it is a valid name, or else an excerpt for messages."""
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else excerpt(key)
 
 
 def _assign(values: dict[str, Any], name: str, value: Any, *, source: str) -> list[str]:
     """Store `value`, converted to the type of its setting, in `values`. Return error messages, or [].
 
-    Nothing is stored for an invalid value, except the phases before the first invalid phase.
+    An invalid value is not stored. If a phase is invalid, only the phases before it are stored.
     """
     if name != "phases":
         return assign(values, _FIELDS[name], value, source=source)
@@ -265,7 +265,7 @@ def _assign(values: dict[str, Any], name: str, value: Any, *, source: str) -> li
 
 
 def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], list[str]]:
-    """Return the phases in a list, or in a YAML text with a list, and error messages. None gives no phases."""
+    """Parse a list of phases, or a YAML text that contains a list. Return the phases, none for None, and errors."""
     if isinstance(value, str):
         try:
             value = _load_yaml(value)

@@ -28,7 +28,7 @@ _WHERE = re.compile(r""":where=((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^:])*)""
 
 @dataclass(frozen=True)
 class Component:
-    """One corpus of a blend, or the part of its documents that the limits select."""
+    """A corpus of a blend, or the subset of its documents that the limits select."""
 
     prefix: str
     weight: Fraction = Fraction(1)  # divided by the sum of all weights: share of the documents
@@ -47,7 +47,7 @@ class Component:
 
     @property
     def conditions(self) -> list[str]:
-        """Expressions over attributes that every selected document fulfils; drop lists are not among them."""
+        """Expressions over attributes that every selected document fulfils. Drop lists are not included."""
         conditions = [f"length>={self.minimum}"] if self.minimum > 1 else []
         conditions += [f"length<={self.maximum}"] if self.maximum is not None else []
         return conditions if self.where is None else [*conditions, self.where]
@@ -64,12 +64,12 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
     """Return the components of a blend in order. Weights are not normalized, and no file is opened.
 
     Args:
-        entries: One prefix; or weight, prefix, weight, prefix, and so on. Limits such as `:min=512` can follow a
+        entries: A single prefix, or weight, prefix, weight, prefix, and so on. Limits such as `:min=512` can follow a
             prefix.
-        flag: Named in error messages.
+        flag: Flag to name in error messages.
 
     Raises:
-        ConfigError: With every problem, such as a missing weight or a corpus that is named twice.
+        ConfigError: A weight is missing, a corpus is named twice, and so on. The message lists all problems.
     """
     if not entries:
         raise ConfigError(f"{flag} is missing: name the corpus prefix that neobert preprocess printed.")
@@ -110,7 +110,7 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
 
 
 def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
-    """Return the weights as the smallest whole numbers with the same proportions: (1, 4) for 0.2 and 0.8."""
+    """Scale the weights to the smallest whole numbers with the same proportions: 0.2 and 0.8 become (1, 4)."""
     denominator = math.lcm(*(component.weight.denominator for component in components))
     numbers = [int(component.weight * denominator) for component in components]
     divisor = math.gcd(*numbers)
@@ -118,7 +118,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 
 def curve_names(entries: Sequence[str]) -> list[str]:
-    """Return a name per `--valid-data-path` entry: the end of its path in letters, digits and `_`, distinct."""
+    """Return a distinct name for each `--valid-data-path` entry: the end of the path, in letters, digits and `_`."""
     names = [re.sub(r":drop=[^:]*", "", _WHERE.sub("", entry)).rsplit("/", 1)[-1] for entry in entries]
     names = [re.sub(r"[^A-Za-z0-9]+", "_", name)[-40:] for name in names]
     if len(set(names)) == len(names):

@@ -25,9 +25,9 @@ _GRAMMAR = (
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Parse an expression over attributes of documents, such as `score>=3`, and return its syntax tree.
+    """Parse an expression over document attributes, such as `score>=3`, and return the syntax tree.
 
-    Raise ConfigError if it is too long, is not a Python expression, or has a node that the grammar does not allow.
+    Raise ConfigError if the text is too long, is not a Python expression, or contains a node that is not allowed.
     """
     if len(text) > _LONGEST:
         raise ConfigError(f"an expression of {len(text):,} characters is longer than {_LONGEST:,}; shorten it.")

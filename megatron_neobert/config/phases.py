@@ -31,7 +31,7 @@ class Phase:
 
 @functools.lru_cache(maxsize=8)  # called in every iteration; resolving 100 phases takes 2.9 ms
 def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
-    """Return the phases of a run in order, each with its complete settings. A change of corpora adds 1 to the seed."""
+    """Return a run's phases in order, with complete settings. If a phase changes the corpora, its seed is 1 higher."""
     current = settings.with_section("training", phases=())
     phases = [Phase(0, 1, None, current)]
     for number, change in enumerate(settings.training.phases, start=1):
@@ -47,12 +47,12 @@ def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
 
 
 def fit_micro_batch(settings: Settings, *, world_size: int) -> Settings | None:
-    """Return a phase's resolved settings with the largest micro-batch, up to theirs, that divides the batch of a rank.
+    """Lower the micro-batch size of a phase's resolved settings until it divides each rank's share of a global batch.
 
-    The loss does not depend on the size, unless it is a mean over micro-batches; then the size stays.
+    With `loss_normalization` "micro_batch", the size is not changed, because the loss depends on it.
 
     Returns:
-        None if the global batch is not a multiple of the data-parallel ranks, or of their fixed micro-batches.
+        The settings, or None if the global batch cannot be divided by the data-parallel ranks and the micro-batches.
     """
     training, replicas = settings.training, settings.data_parallel_size(world_size)
     if not replicas or world_size % settings.parallel.ranks_per_model or training.global_batch_size % replicas:
@@ -64,7 +64,7 @@ def fit_micro_batch(settings: Settings, *, world_size: int) -> Settings | None:
 
 
 def fit_micro_batches(settings: Settings, *, world_size: int) -> Settings:
-    """Return settings in which `fit_micro_batch` has chosen the micro-batch of each phase, where it can."""
+    """Apply `fit_micro_batch` to every phase, and return the settings. A phase that does not fit keeps its size."""
     resolved = [phase.settings for phase in resolve_phases(settings)]
     fitted = [fit_micro_batch(each, world_size=world_size) or each for each in resolved]
     sizes = [each.training.micro_batch_size for each in fitted]
@@ -76,10 +76,10 @@ def fit_micro_batches(settings: Settings, *, world_size: int) -> Settings:
 
 
 def phases_until(settings: Settings, iteration: int) -> list[Phase]:
-    """Return the phases that have begun at an iteration, counted from 1; at iteration 0, the first phase."""
+    """Return the phases that have begun by an iteration (1-based). For iteration 0, return the first phase."""
     return [phase for phase in resolve_phases(settings) if phase.first <= max(iteration, 1)]
 
 
 def phase_at(settings: Settings, iteration: int) -> Phase:
-    """Return the phase of an iteration, counted from 1; iteration 0 is in the first phase."""
+    """Return the phase that contains an iteration (1-based). Iteration 0 belongs to the first phase."""
     return phases_until(settings, iteration)[-1]

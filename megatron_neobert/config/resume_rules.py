@@ -57,7 +57,7 @@ _AS_NEW_RUN = "to start a new run from it, give it as --continue-from and new fo
 
 
 class ReadCorpus(NamedTuple):
-    """A corpus that was trained on. Its batches follow from documents and seed; --split has left out some documents."""
+    """A corpus used for training. Documents and seed determine its batches; --split excludes validation documents."""
 
     documents_sha256: str
     seed: int
@@ -66,7 +66,7 @@ class ReadCorpus(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """A checkpoint, and what it records about the run that wrote it; see TrainState for the hashes."""
+    """A checkpoint, and its records of the run that wrote it; see TrainState for the hashes."""
 
     folder: Path
     settings: Settings
@@ -85,16 +85,17 @@ def refuse_unfit_checkpoint(
     *,
     has_new_data: bool,
 ) -> None:
-    """Raise if a run with these settings and data cannot start from a checkpoint.
+    """Raise an error if a run with these settings and data cannot start from a checkpoint.
 
     Args:
         now: Settings of the run that starts.
-        hashes: Hash of the data of each phase, see TrainState.corpus_sha256.
-        corpora: Corpora of each phase: hash of the documents -> prefix.
-        has_new_data: The checkpoint is of the run in --continue-from, so this run may have other data.
+        hashes: Hash of each phase's data, see TrainState.corpus_sha256.
+        corpora: For each phase, hash of the documents -> prefix of the corpus.
+        has_new_data: The checkpoint comes from --continue-from, so this run's data may differ.
 
     Raises:
-        CheckpointError: The checkpoint belongs to another run, or has no optimizer state and `has_new_data` is False.
+        CheckpointError: The checkpoint belongs to a different run, or contains no optimizer state although
+            `has_new_data` is False.
     """
     folder, iteration = saved.folder, saved.iteration
     saved_phase, new_phase = phase_at(saved.settings, iteration), phase_at(now, iteration)
@@ -130,10 +131,10 @@ def refuse_unfit_checkpoint(
 def _refuse_repeated_batches(
     saved: SavedRun, now: Settings, hashes: Sequence[str], corpora: Sequence[Mapping[str, str]]
 ) -> None:
-    """Raise ConfigError if a run that continues another one trains no iteration, or reads batches for a second time.
+    """Raise ConfigError if a run with --continue-from has no iteration left, or would repeat the saved run's batches.
 
-    The order and the masks of a corpus follow from its documents and the seed. So a corpus that has been read with the
-    same seed is refused, unless the run continues at the position that the other run has reached.
+    Documents and seed determine a corpus's order and masks. So a corpus that the saved run has read with the same seed
+    is refused, unless this run continues at the saved run's position.
     """
     source, iteration = f"--continue-from {now.checkpoint.continue_from}", saved.iteration
     if iteration >= now.training.train_iters:
@@ -157,10 +158,10 @@ def _refuse_repeated_batches(
 
 
 def continue_warnings(saved: SavedRun, now: Settings, corpora: Mapping[str, str]) -> Iterator[str]:
-    """Yield warnings about a run that may start from a checkpoint: a rate that jumps, validation on trained documents.
+    """Yield warnings if, after the checkpoint, the learning rate jumps or validation may use trained documents.
 
     Args:
-        corpora: Corpora of the first phase: hash of the documents -> prefix.
+        corpora: For each corpus of the first phase, hash of the documents -> prefix.
     """
 
     def decay_start(settings: Settings) -> int | None:
@@ -185,11 +186,11 @@ def continue_warnings(saved: SavedRun, now: Settings, corpora: Mapping[str, str]
 def refuse_other_run(
     saved: Settings, now: Settings, folder: Path, *, has_new_data: bool, weights_only: bool = False
 ) -> None:
-    """Raise CheckpointError if a setting that must not change differs from the checkpoint. The message lists them all.
+    """Raise CheckpointError if fixed settings differ from the checkpoint's. The message lists all differences.
 
     Args:
-        has_new_data: The checkpoint is of the run in --continue-from, so only weights and optimizer state must fit.
-        weights_only: The checkpoint has no optimizer state, so only the model must fit.
+        has_new_data: The checkpoint comes from --continue-from, so only weights and optimizer state must fit.
+        weights_only: The checkpoint contains no optimizer state, so only the model must fit.
     """
     fixed = [name for name in _model_settings(saved) if name not in _MODEL_MAY_CHANGE]
     must_fit: dict[str, tuple[str, ...]] = {"model": (*fixed, "position_rows")}
@@ -215,7 +216,7 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
     """Yield a phrase such as `--lr was 0.1 and is now 0.2` for each changed setting that may affect the weights.
 
     Args:
-        weights_only: The checkpoint has no optimizer state, so only the model is compared.
+        weights_only: The checkpoint contains no optimizer state, so only the model is compared.
     """
     logged = {"model"} if weights_only else set(vars(now)) - _NOT_LOGGED
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in logged}
@@ -226,13 +227,13 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
 
 
 def _model_settings(settings: Settings) -> tuple[str, ...]:
-    """Return the names to compare of all settings of the model."""
+    """Return the names of all model settings to compare. `ffn_width` replaces `ffn_hidden_size`."""
     # The width and not the setting: None and the same number given explicitly are equal.
     return tuple("ffn_width" if name == "ffn_hidden_size" else name for name in vars(settings.model))
 
 
 def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-    """Yield (name, phrase with both values) of each setting that differs. `sections` has the names to compare."""
+    """Yield (name, phrase with both values) for each setting that differs. `sections` lists the names to compare."""
     for section, names in sections.items():
         for name in names:
             old, new = (getattr(getattr(settings, section), name) for settings in (saved, now))

@@ -22,7 +22,7 @@ LARGEST_DOCUMENT_BLOCK = 4096  # documents that data/batches/windows.py packs to
 
 
 class Requirement(NamedTuple):
-    """A setting that needs another setting."""
+    """A rule: the setting `name` requires the setting `required`."""
 
     name: str
     required: str
@@ -61,10 +61,10 @@ REQUIREMENTS = (
 
 
 def find_problems(settings: Settings, *, world_size: int, needs_data: bool = True) -> list[str]:
-    """Return an error message for each problem of a run on `world_size` ranks. Invalid values hide other problems.
+    """Return error messages for a run on `world_size` ranks. If a value is invalid by itself, report only such values.
 
     Args:
-        needs_data: False for a plan that assumes a corpus and a vocabulary.
+        needs_data: False for a plan, which may assume a corpus and a vocabulary.
     """
     if problems := list(invalid_values(settings)):  # the rules below compute with the values
         return problems
@@ -83,7 +83,7 @@ def find_problems(settings: Settings, *, world_size: int, needs_data: bool = Tru
 
 
 def graph_obstacle(settings: Settings, *, on_cuda: bool) -> str | None:
-    """Return the reason why a step is not launched as one CUDA graph, or None if it is."""
+    """Return the reason why a step is not launched as a single CUDA graph, or None if a graph is used."""
     if settings.compute.cuda_graph_impl == "none":
         return "--cuda-graph-impl none"
     if not on_cuda:
@@ -94,7 +94,7 @@ def graph_obstacle(settings: Settings, *, on_cuda: bool) -> str | None:
 
 
 def find_record_problems(settings: Settings) -> list[str]:
-    """Return the problems of a saved record that no version accepts. A record with a problem is damaged or forged."""
+    """Return the problems in a saved run's settings that no version would accept: the record is damaged or forged."""
     return list(invalid_values(settings)) or list(head_problems(settings.model))
 
 
@@ -107,7 +107,7 @@ def invalid_values(settings: Settings) -> Iterator[str]:
 
 
 def phase_problems(settings: Settings, *, world_size: int, needs_data: bool) -> Iterator[str]:
-    """Yield error messages, each once, about --phases and the settings of each phase. Call this only with phases."""
+    """Yield error messages about --phases and each phase's settings, without repetitions. Requires --phases."""
     counts = [phase.after_iters for phase in settings.training.phases]
     if counts != sorted(set(counts)) or counts[0] < 1:
         yield (
@@ -129,7 +129,7 @@ def phase_problems(settings: Settings, *, world_size: int, needs_data: bool) -> 
 
 
 def requirement_problems(settings: Settings) -> Iterator[str]:
-    """Yield an error message for each setting in REQUIREMENTS that is used without the setting that it needs."""
+    """Yield an error message for each setting in REQUIREMENTS whose required setting is missing."""
     values, defaults = (
         {name: value for section in asdict(config).values() for name, value in section.items()}
         for config in (settings, Settings())
@@ -175,7 +175,7 @@ def model_problems(settings: Settings) -> Iterator[str]:
 
 
 def division_problems(settings: Settings) -> Iterator[str]:
-    """Yield error messages if tensor-, context- or pipeline-parallel ranks cannot share the model or its loss."""
+    """Yield error messages if tensor-, context- or pipeline-parallel ranks cannot divide the model or the loss."""
     parallel, model = settings.parallel, settings.model
     tp, cp, heads = parallel.tensor_model_parallel_size, parallel.context_parallel_size, model.num_attention_heads
     pp, layers = parallel.pipeline_model_parallel_size, model.num_layers
@@ -206,7 +206,7 @@ def division_problems(settings: Settings) -> Iterator[str]:
 
 
 def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
-    """Yield error messages if a micro-batch's tokens, the ranks, or a global batch cannot be divided evenly."""
+    """Yield error messages if a micro-batch's tokens, the ranks or a global batch cannot be divided evenly."""
     parallel, training = settings.parallel, settings.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if settings.tokens_per_micro_batch % (cp * tp):
@@ -242,10 +242,10 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def kernel_problems(settings: Settings) -> Iterator[str]:
-    """Yield error messages if the chosen kernels are not compatible, or do not support the width of heads or matrices.
+    """Yield error messages if the chosen kernels are not compatible, or do not support the head or matrix widths.
 
-    FP8 needs multiples of its block in hidden size, feed-forward width and tokens of a micro-batch per rank. The other
-    dimensions are multiples of these three.
+    For FP8, the hidden size, feed-forward width and tokens per micro-batch must be multiples of the recipe's block on
+    each rank. All other dimensions are multiples of these three.
     """
     compute, model, parallel = settings.compute, settings.model, settings.parallel
     if compute.transformer_impl == "local":

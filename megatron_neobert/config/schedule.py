@@ -7,7 +7,7 @@ from megatron_neobert.config.schema import Settings
 
 
 def rate_at(settings: Settings, iteration: int) -> float:
-    """Return the learning rate of an iteration, counted from 1.
+    """Return the learning rate of an iteration (1-based).
 
     Source: megatron-core 0.16.1 optimizer_param_scheduler.py, get_lr; the test compares all styles with it.
     """
@@ -33,7 +33,7 @@ def rate_at(settings: Settings, iteration: int) -> float:
 
 
 def describe_schedule(settings: Settings) -> str:
-    """Return the schedule on one line, as in "warm-up to 6e-4 at 2,000, cosine to 6e-5 at 900,000, last rate 6e-5"."""
+    """Format the schedule on one line: "warm-up to 6e-4 at 2,000, cosine to 6e-5 at 900,000, last rate 6e-5"."""
     optimizer, last = settings.optimizer, settings.training.train_iters
     style, end = optimizer.lr_decay_style, settings.lr_decay_end
     warmup = f"warm-up to {_rate(optimizer.lr)} at {optimizer.lr_warmup_iters:,}"
@@ -42,7 +42,7 @@ def describe_schedule(settings: Settings) -> str:
 
 
 def schedule_warnings(settings: Settings) -> Iterator[str]:
-    """Yield a warning if the run ends before its warm-up or its decay does."""
+    """Yield a warning if the run ends before its warm-up or decay ends."""
     optimizer, last, end = settings.optimizer, settings.training.train_iters, settings.lr_decay_end
     rate = f"the last of {last:,} iterations has the rate {_rate(rate_at(settings, last))}"
     if optimizer.lr_warmup_iters > last:
@@ -53,6 +53,6 @@ def schedule_warnings(settings: Settings) -> Iterator[str]:
 
 
 def _rate(rate: float) -> str:
-    """Format a learning rate with three digits, as 6e-4."""
+    """Format a learning rate with at most three digits, such as 6e-4."""
     digits, exponent = f"{rate:.2e}".split("e")
     return f"{float(digits):g}e{int(exponent)}" if rate else "0"

@@ -48,11 +48,11 @@ class ModelConfig:
 
     @property
     def position_rows(self) -> int:
-        """Rows of the learned position table: one per position, and row 0 for padding as in the released ablation."""
+        """Row count of the learned position table: positions, and row 0 for padding. 0 with rotary embeddings."""
         return self.max_position_embeddings + 1 if self.position_embedding_type == "learned_absolute" else 0
 
     def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:
-        """Return the size of the vocabulary with Megatron's padding: rows of the embedding and of the decoder."""
+        """Return the vocabulary size with Megatron's padding, which is the row count of embedding and decoder."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel
         return -(-vocab_size // multiple) * multiple
 
@@ -75,14 +75,14 @@ class ParallelConfig:
 
     @property
     def bucket_parameters(self) -> int:
-        """Parameters per gradient bucket."""
+        """Parameter count of a full gradient bucket."""
         # Megatron's default grows with the replicas, max(40 M, 1 M x replicas). From 245 replicas on, that is one
         # bucket for the whole model of 245 M parameters, and nothing overlaps.
         return self.ddp_bucket_size or 40_000_000
 
     @property
     def sequence_parallel(self) -> bool:
-        """True if tensor-parallel ranks also divide the tokens outside the matrix products."""
+        """True if tensor-parallel ranks also divide the tokens between them outside the matrix products."""
         return self.tensor_model_parallel_size > 1
 
     @property
@@ -159,7 +159,7 @@ class DataConfig:
 
     @property
     def predicted_share(self) -> float:
-        """Share of the tokens that the model predicts. For "clm" it is rounded up: the last token has no next one."""
+        """Share of the tokens that the model predicts. 1.0 for "clm", although the last token has no target."""
         return 1.0 if self.objective == "clm" else self.mask_prob
 
     @property
@@ -170,7 +170,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer and learning-rate schedule. The defaults are the paper's.
+    """Optimizer and learning-rate schedule. The defaults are the values in the paper.
 
     Source: arXiv 2502.19587 section 3.3 (the released configuration has lr 1e-4 and weight decay 0.01 instead).
     """
