@@ -29,7 +29,7 @@ _ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-siz
 
 @dataclass(frozen=True)
 class Segment:
-    """A document or a range of its tokens in a packed sequence, with its [CLS] and [SEP]."""
+    """A document, or a range of a document's tokens, in a packed sequence, with [CLS] and [SEP]."""
 
     sequence: int  # number of the packed sequence in the global batch, from 0
     corpus: str
@@ -43,17 +43,19 @@ class Segment:
 
 
 def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple[Settings, Path | None]:
-    """Return the settings of an iteration, for one rank and without outputs, and the newest checkpoint before it.
+    """Return the settings for rebuilding an iteration, on one rank and without outputs, and the checkpoint to start at.
 
-    The checkpoint is None if the run can be rebuilt from iteration 1.
+    The checkpoint is the newest before the iteration, or None to start at iteration 1.
 
     Args:
-        load: Folder of the run, whose settings apply unless `flags` have --config; None without a run.
-        flags: Flags of `neobert train`, which override settings of the run.
+        load: Folder of a run, whose settings apply unless `flags` contains --config; or None.
+        flags: Flags of `neobert train`, which override the run's settings.
 
     Raises:
-        ConfigError: A flag is unknown, the settings break a rule, or the run has no such iteration.
-        MissingInputError: The folder has no checkpoint, or only later ones and the run began with --continue-from.
+        CheckpointError: The run's saved settings are damaged.
+        ConfigError: A flag is unknown, the settings break a rule, or the iteration is after the run's last iteration.
+        MissingInputError: `load` contains no checkpoint to read settings from, or the run began with --continue-from
+            and no checkpoint precedes the iteration.
     """
     checkpoints, record = [] if load is None else list_checkpoints(load), None
     if load is not None and not any(flag.partition("=")[0] == "--config" for flag in flags):
@@ -79,10 +81,10 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
 def rebuild_batch(
     settings: Settings, opened: Sequence[OpenedCorpora], iteration: int, *, checkpoint: Path | None
 ) -> GlobalBatch:
-    """Build the global batch of an iteration, without a model. Iterations count from 1.
+    """Build the global batch of an iteration (1-based), without a model.
 
-    `opened` is the data of each phase. `checkpoint` is of the run, before the iteration; None starts at the first
-    iteration. Raises CheckpointError if it is damaged, or was trained on another corpus.
+    `opened` is the data of each phase. `checkpoint` is a checkpoint of the run before the iteration, or None to start
+    at iteration 1. Raise CheckpointError if the checkpoint is damaged, or was trained on a different corpus.
     """
     stream = build_stream(settings, opened)
     if checkpoint is not None:

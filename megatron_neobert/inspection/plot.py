@@ -35,24 +35,24 @@ _VALIDATION = {"loss": "validation_loss", "masked_accuracy": "validation_accurac
 
 @dataclass(frozen=True)
 class RunLog:
-    """Logged values of a run by iteration."""
+    """Name of a run, and its logged values by iteration."""
 
     name: str
     values: dict[int, dict[str, float]]  # by increasing iteration, then by metric
 
 
 def read_run(path: Path, *, name: str) -> RunLog:
-    """Return the log of a run. Lines that cannot be read are dropped.
+    """Return the log of a run. Lines that cannot be parsed are ignored.
 
-    A start of the run drops all values after the checkpoint from which it resumed. A line that was cut is dropped, even
-    if the next start appended a whole line to it.
+    When a run resumes, values after the checkpoint from which it resumed are dropped. An incomplete line is ignored,
+    even if the next start has appended a complete entry to the same line.
 
     Args:
-        path: Folder of the run (its --save), or the log file.
+        path: The --save folder of the run, or the log file.
 
     Raises:
-        MissingInputError: There is no log.
-        DataError: No line of the file has an iteration and a value.
+        MissingInputError: The log does not exist.
+        DataError: No line of the log contains an iteration and a value.
     """
     file = path / _LOG if path.is_dir() else path
     if not file.is_file():
@@ -77,9 +77,9 @@ def read_run(path: Path, *, name: str) -> RunLog:
 
 
 def _parse(line: str) -> tuple[dict[str, float], bool]:
-    """Return the numbers of a log line by name, and whether it marks a start of the run.
+    """Return the numbers in a log line by name, and True if the line marks a start of the run.
 
-    The numbers include "iteration"; without a valid iteration, there are none.
+    The numbers include "iteration". If the line contains no valid iteration, return ({}, False).
     """
     try:
         content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
@@ -98,7 +98,7 @@ def _parse(line: str) -> tuple[dict[str, float], bool]:
 
 
 def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:
-    """Write a PNG with a panel per metric into an existing folder. It is drawn without a display."""
+    """Write a PNG with a panel for each metric to `path`, in an existing folder. No display is needed."""
     from matplotlib.figure import Figure  # not pyplot, which may look for a display
     from matplotlib.lines import Line2D
 

@@ -30,7 +30,7 @@ _DRAWN = 1 << 18
 
 
 class AssumedCorpus:
-    """Lengths of RefinedWeb's documents, in place of a `Corpus`: a plan reads nothing but lengths."""
+    """Document lengths like RefinedWeb's. Replaces a `Corpus` in a plan, which reads only lengths."""
 
     def __init__(self, component: Component) -> None:
         lengths, longest = _draw_lengths(), component.maximum or math.inf
@@ -62,10 +62,10 @@ def assumptions(settings: Settings) -> list[str]:
 
 
 def open_or_assume_phases(settings: Settings) -> list[OpenedCorpora]:
-    """Return the data of each phase, opened.
+    """Return the opened data of each phase, or assumed data for a plan without --data-path.
 
-    For a plan without --data-path, the documents are like RefinedWeb's, and the tokenizer is that of the run or has
-    VOCAB_SIZE ids. Weights, `min` and `max` in the --data-path of a phase are applied; no corpus is opened.
+    Assumed documents have lengths like RefinedWeb's. If --tokenizer-model is not given, a tokenizer of VOCAB_SIZE ids
+    is assumed. Weights, `min` and `max` in a phase's data_path apply to the assumed documents; no corpus is opened.
     """
     if settings.data.data_path:
         return open_phases(settings)

@@ -20,7 +20,7 @@ _MOST_WINDOWS = 8  # 32,768 documents
 
 @dataclass(frozen=True)
 class IterationSample:
-    """Averages over iterations."""
+    """Average figures per iteration, estimated from the first windows of an epoch."""
 
     pieces: float  # segments: whole documents, and each piece of the others
     tokens: float  # without padding, including [CLS] and [SEP]
@@ -34,7 +34,7 @@ class IterationSample:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Figures of one phase, without the iterations that are done."""
+    """Figures of one phase, for the iterations that remain."""
 
     phase: Phase  # with the remaining iterations; `last` is `first` - 1 if none remain
     opened: OpenedCorpora
@@ -51,7 +51,7 @@ class Forecast:
 def forecast_phases(
     settings: Settings, opened: Sequence[OpenedCorpora], *, done: int, world_size: int, windows: int = _MOST_WINDOWS
 ) -> list[Forecast]:
-    """Return the figures of the phases that remain after `done` iterations, or of the last phase if none remains."""
+    """Return forecasts of the phases that remain after `done` iterations, or of the last phase if none remains."""
     end, phases, forecasts = settings.training.train_iters, resolve_phases(settings), []
     remaining = [phase for phase in phases if phase.first <= end and (phase.last is None or phase.last > done)]
     for phase in remaining or phases[-1:]:
@@ -68,8 +68,8 @@ def forecast_phases(
 def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int = _MOST_WINDOWS) -> IterationSample:
     """Pack the first `windows` windows (blocks of documents) of epoch 0, and return averages per iteration.
 
-    Only lengths are read, which takes milliseconds. A shorter epoch is packed as a whole; the first windows of a longer
-    epoch or of a blend are a random sample, because documents are shuffled.
+    Only lengths are read, which takes milliseconds. An epoch with fewer windows is packed completely. Otherwise, the
+    first windows are a random sample, because documents are shuffled.
     """
     sources = opened.training
     batches = BatchPhase(sources, settings, token_ids_of(opened.tokenizer))

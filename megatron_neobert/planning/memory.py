@@ -35,20 +35,20 @@ class RankMemory:
 
 
 def masked_tokens(settings: Settings) -> int:
-    """Return the predicted tokens of a micro-batch on one context-parallel rank, padded as for a GPU."""
+    """Return the number of predicted tokens per micro-batch and context-parallel rank, padded as for a GPU."""
     tokens = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
     return masked_capacity(tokens, probability=settings.data.predicted_share)
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int) -> RankMemory:
-    """Return the memory of the pipeline stage that needs most. `plan_stage` describes the arguments."""
+    """Return the memory of a rank in the pipeline stage that needs most memory. See `plan_stage` for the arguments."""
     stages = range(settings.parallel.pipeline_model_parallel_size)
     plans = (plan_stage(settings, vocab_size=vocab_size, world_size=world_size, stage=stage) for stage in stages)
     return max(plans, key=lambda rank: rank.total)
 
 
 def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, stage: int) -> RankMemory:
-    """Return the memory, in bytes, of a rank of a pipeline stage at the peak of a training step.
+    """Return the bytes that a rank of a pipeline stage needs at the peak of a training step.
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
@@ -78,11 +78,11 @@ def _element_bytes(settings: Settings) -> int:
 
 
 def layer_bytes(settings: Settings) -> tuple[int, int]:
-    """Return the activation bytes of one layer for a micro-batch on one rank: all, and those kept for backward.
+    """Return a layer's activation bytes for a micro-batch on one rank: (all, kept for the backward pass).
 
     A recomputed layer keeps only its input; otherwise both numbers are equal. Norms count input, output and statistics;
     attention counts q, k, v, result and logsumexp; the feed-forward network counts both halves of SwiGLU and their
-    product. An output that is the input of the next part counts once.
+    product. A tensor that is the output of one part and the input of the next counts once.
     """
     model, parallel = settings.model, settings.parallel
     hidden = _element_bytes(settings) * model.hidden_size
@@ -97,7 +97,7 @@ def layer_bytes(settings: Settings) -> tuple[int, int]:
 
 
 def _state_bytes(settings: Settings, padded_vocab_size: int, *, stage: int, world_size: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state of a rank in pipeline stage `stage`, from 0."""
+    """Return (weights, gradients, optimizer state) in bytes, for a rank in pipeline stage `stage` (from 0)."""
     parallel, training, stages = settings.parallel, settings.training, settings.parallel.pipeline_model_parallel_size
     count = count_parameters(settings.model, vocab_size=padded_vocab_size)
     stage_parameters = count.blocks // stages

@@ -26,7 +26,7 @@ _HOST_SECONDS_PER_LAUNCH = 103e-6
 
 
 class Traffic(NamedTuple):
-    """All calls of one collective operation that a rank makes in a group during a training step."""
+    """All calls of a collective operation, or of sends, by a rank in one group during a training step."""
 
     group: str  # "data" (with context-parallel ranks), "tensor", "context" or "pipeline"
     operation: str
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 
 
 def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[Traffic]:
-    """Return the collectives of a training step on a rank. Collectives of scalars (loss, norm, tokens) are left out.
+    """Return a rank's traffic in a training step. Collectives of scalars (loss, norm, tokens) are left out.
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
@@ -88,8 +88,8 @@ def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage:
 def gradient_buckets(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[int]:
     """Return the padded parameter count of each gradient bucket on a rank, in the order of the backward pass.
 
-    Source: megatron-core 0.16.1 distributed/param_and_grad_buffer.py, and distributed_data_parallel.py, which uses a
-    single bucket if overlap is off, or on any pipeline stage but the first.
+    Source: megatron-core 0.16.1 distributed/param_and_grad_buffer.py and distributed_data_parallel.py. Megatron uses a
+        single bucket if overlap is off, and on all pipeline stages except the first.
     """
     parallel = settings.parallel
     replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
@@ -126,9 +126,9 @@ def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> 
 
 
 def traffic_seconds(settings: Settings, traffic: Traffic, *, world_size: int, network_gbps: float) -> float:
-    """Return the seconds of all calls, one after the other.
+    """Return the seconds that all calls of `traffic` take, one after the other.
 
-    Nodes have eight GPUs with NVLink, and every GPU has a network adapter of `network_gbps` gigabits per second.
+    Assumes nodes of eight GPUs with NVLink, and a network adapter of `network_gbps` gigabits per second for each GPU.
     """
     size, operation, microseconds = traffic.bytes, traffic.operation, 1e-6 * traffic.calls
     parallel = settings.parallel

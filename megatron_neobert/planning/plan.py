@@ -63,9 +63,9 @@ _NARROW_SHARE, _NARROWEST = 0.26, 512
 def start_warnings(
     settings: Settings, opened: Sequence[OpenedCorpora], *, world_size: int, cpu_cores: int | None
 ) -> list[str]:
-    """Return the plan's warnings about data and disk of a fresh run, and about an iteration of a minute on a CPU.
+    """Return the plan's warnings for a fresh run: about data, disk space, and iterations of over a minute on a CPU.
 
-    Only first windows are sampled, which the run reads at its start anyway.
+    Only the first window of each phase is sampled.
 
     Args:
         opened: Data of each phase.
@@ -87,7 +87,7 @@ def start_warnings(
 
 
 def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: PlanOptions, *, world_size: int) -> int:
-    """Print the plan of a run on `world_size` ranks and return exit code 0. `settings` must fit this number of ranks.
+    """Print the plan of a run on `world_size` ranks, for which `settings` must be valid. Return exit code 0.
 
     Args:
         opened: Data of each phase.
@@ -200,7 +200,7 @@ def run_line(settings: Settings, forecasts: Sequence[Forecast], *, done: int) ->
 
 
 def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
-    """Format the memory of the fullest rank in GiB, a line per use, and a line with its stage if `stages` > 1."""
+    """Format a rank's memory in GiB, with a line for each use. If `stages` > 1, add a line with the rank's stage."""
     uses = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -218,7 +218,7 @@ def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
 def gpu_lines(
     forecasts: Sequence[Forecast], memory: RankMemory, options: PlanOptions, *, vocab_size: int, world_size: int
 ) -> list[str]:
-    """Format a table of GPUs: the time of the run at the measured rate, and whether the memory suffices."""
+    """Format a table with a line for each GPU model: the run's time at the measured rate, free or lacking memory."""
     settings = forecasts[0].phase.settings
     precision, tokens = _precision(settings), sum(each.iterations * each.sample.tokens for each in forecasts)
     is_measured = precision in MEASURED_SHARE
@@ -250,7 +250,7 @@ def gpu_lines(
 
 
 def _precision(settings: Settings) -> str:
-    """Return the precision of a run, which is a key of MEASURED_SHARE if its speed has been measured."""
+    """Return the name of a run's precision. MEASURED_SHARE contains the name if this precision has been measured."""
     compute = settings.compute
     if not settings.training.bf16:
         return "float32"
@@ -260,9 +260,9 @@ def _precision(settings: Settings) -> str:
 
 
 def checkpoint_lines(settings: Settings, *, vocab_size: int, done: int) -> list[str]:
-    """Format number and size of the checkpoints after iteration `done`, and a warning if --save has no room for them.
+    """Format the number and size of checkpoints after iteration `done`. Warn if they do not fit on the disk of --save.
 
-    For a moment, one more than those that are kept is on the disk: old ones are deleted after a new one is written.
+    The disk needs space for one checkpoint more than --keep-last, because a save deletes old checkpoints at its end.
     """
     size, checkpoint = checkpoint_bytes(settings, vocab_size=vocab_size), settings.checkpoint
     last, interval, keep_last = settings.training.train_iters, checkpoint.save_interval, checkpoint.keep_last
@@ -298,7 +298,7 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int, done: int) -> list[
 
 
 def network_lines(settings: Settings, options: PlanOptions, *, vocab_size: int, world_size: int) -> list[str]:
-    """Format the traffic of a rank per step: a line per group and operation, and a line with the assumptions."""
+    """Format a rank's traffic per step: a line for each group and operation, and a line with the assumptions."""
     lines = [f"{'per rank and step':<28}{'GB':>9}{'calls':>9}{'ms':>9}"]
     for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
         seconds = traffic_seconds(settings, each, world_size=world_size, network_gbps=options.network_gbps)
@@ -314,9 +314,9 @@ def network_lines(settings: Settings, options: PlanOptions, *, vocab_size: int, 
 def scaling_lines(
     forecasts: Sequence[Forecast], options: PlanOptions, *, vocab_size: int, world_size: int
 ) -> list[str]:
-    """Format a table with a line per number of GPUs.
+    """Format a table with a line for each number of GPUs.
 
-    The step is from the phase with the most FLOPs. Time and price are sums over all phases.
+    The step time is that of the phase with the most FLOPs. Run time and price are sums over all phases.
     """
     main = max(range(len(forecasts)), key=lambda number: forecasts[number].flops * forecasts[number].iterations)
     price_header = "" if options.price is None else f"{'price':>10}"
@@ -348,7 +348,7 @@ def scaling_lines(
 def _plan_steps(
     gpus: int, forecasts: Sequence[Forecast], options: PlanOptions, *, vocab_size: int, gpu: str = GPU
 ) -> list[tuple[Settings, StepTime]]:
-    """Return the settings and the time of an iteration of each phase, or [] if a global batch cannot be divided."""
+    """Return (settings, iteration time) for each phase, or [] if a global batch cannot be divided among the GPUs."""
     planned = []
     for forecast in forecasts:
         settings = fit_micro_batch(forecast.phase.settings, world_size=gpus)
@@ -368,20 +368,20 @@ def _run_seconds(forecasts: Sequence[Forecast], planned: Sequence[tuple[Settings
 def step_on(
     gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400, gpu: str = GPU
 ) -> StepTime:
-    """Return the time of an iteration of `flops` operations on GPUs of a kind, for settings whose micro-batches fit."""
+    """Return the time of an iteration of `flops` operations on `gpus` GPUs, for settings from `fit_micro_batch`."""
     busy = compute_seconds(gpus, settings, flops, gpu=gpu)
     step = plan_step(settings, vocab_size=vocab_size, world_size=gpus, compute_seconds=busy, network_gbps=network_gbps)
     return step._replace(total=step.total + FIXED_SECONDS)
 
 
 def compute_seconds(gpus: int, settings: Settings, flops: float, *, gpu: str = GPU) -> float:
-    """Return the seconds of `flops` operations on GPUs that only compute, without FIXED_SECONDS."""
+    """Return the seconds that `gpus` GPUs compute for `flops` operations, without communication and FIXED_SECONDS."""
     kind = find_gpu(gpu)
     assert kind is not None, gpu
     return flops / (gpus * kind.bf16_tflops * 1e12 * _peak_share(settings))
 
 
 def _peak_share(settings: Settings) -> float:
-    """Return the share of the bf16 peak that one H200 reached while it computed, for this width and precision."""
+    """Return the share of the bf16 peak that an H200 reached while computing, for this width and precision."""
     share = MEASURED_SHARE[_precision(settings)]
     return share if settings.model.hidden_size >= _WIDE else min(share, _NARROW_SHARE)

@@ -46,7 +46,7 @@ def _read_quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """Options of `neobert recipe`; one or two of the first three."""
+    """Options of `neobert recipe`. Give one or two of --parameters, --tokens and --budget-flop, not --tokens alone."""
 
     parameters: float | None = option(None, "size of the model, as 60M", metavar="N", read=_read_quantity)
     tokens: float | None = option(
@@ -61,7 +61,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and its run."""
+    """Shape of a model, and batch size and length of the run that trains this model."""
 
     model: ModelConfig
     parameters: int
@@ -71,16 +71,16 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """Peak learning rate: a power law through NeoBERT's rate and the best rates of small models."""
+        """Peak learning rate, by a power law of `flops` fitted to NeoBERT's rate and the best rates of small models."""
         return float(f"{_NEOBERT_RATE * (_NEOBERT_FLOPS / self.flops) ** _RATE_POWER:.2g}")
 
 
 def choose_recipe(options: RecipeOptions) -> Recipe:
-    """Return the recipe whose size, or computation, is nearest to the options'.
+    """Return the recipe whose size, or computation if no size is given, is nearest to the options.
 
     Raises:
-        ConfigError: None or all of parameters, tokens and computation are given, or only the tokens; or no recipe has
-            about this size, computation or length.
+        ConfigError: The options give only tokens, all or none of parameters, tokens and computation; or no recipe is
+            close to this size, computation or length.
     """
     size, budget, tokens = options.parameters, options.budget_flop, options.tokens
     if (size is None and budget is None) or None not in (size, budget, tokens):
@@ -93,7 +93,7 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
         flags, wanted = f"--budget-flop {budget:g} --tokens {tokens or 0:g}", budget / (tokens or _TOKENS_PER_PARAMETER)
 
     def value(shape: tuple[ModelConfig, int, float]) -> float:
-        """Return what is to be near `wanted`."""
+        """Return the quantity of a shape that should be near `wanted`."""
         _, parameters, flops = shape
         return parameters if size else flops * (1 if tokens else parameters)
 
@@ -127,9 +127,9 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
 
 
 def _shape(width: int, vocab_size: int, *, layers: int | None = None) -> tuple[ModelConfig, int, float]:
-    """Return the model of a width, its parameters, and its floating-point operations per token.
+    """Return the model of a width, its parameter count, and its floating-point operations per token.
 
-    `layers` is by default the depth beyond which width is better: ln(width) = 5.039 + 0.0555 layers.
+    By default, `layers` is the depth beyond which more width is better: ln(width) = 5.039 + 0.0555 layers.
 
     Source: Levine et al., arXiv 2006.12467.
     """
@@ -141,7 +141,7 @@ def _shape(width: int, vocab_size: int, *, layers: int | None = None) -> tuple[M
 
 
 def summarize(recipe: Recipe) -> str:
-    """Return size and length of a recipe as a line."""
+    """Format a recipe's model size, number of tokens and FLOP on one line."""
     model, tokens = recipe.model, recipe.iterations * recipe.batch * _SEQ_LENGTH
     return (
         f"{approximate(recipe.parameters)} parameters in {model.num_layers} layers of width {model.hidden_size}; "
@@ -150,7 +150,7 @@ def summarize(recipe: Recipe) -> str:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the YAML file of a recipe. Settings that it leaves out are NeoBERT's."""
+    """Return the content of a recipe's YAML file. Settings that the file omits have NeoBERT's values."""
     warmup = min(2000, recipe.iterations // 10)
     # At most the memory of NeoBERT's 64 sequences, 50 GiB. A start lowers the size to the batch of a rank.
     fitting = 64 * 28 * 768 / (recipe.model.num_layers * recipe.model.hidden_size)
