@@ -29,7 +29,7 @@ VOCABULARY = 8192
 
 
 def main() -> None:
-    """Save and load on each number of ranks. Print a line for each: medians of rounds, the largest of all ranks."""
+    """Save and load on each number of ranks. Print a line for each: the largest of the ranks' medians over rounds."""
     parser = build_parser(__doc__, rounds=2)
     add = parser.add_argument
     add("--ranks", type=positive, nargs="+", default=[2, 4, 8], help="numbers of ranks (%(default)s)")
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
-    """Train one iteration, save and load, `rounds` times, and write this rank's figures to a file."""
+    """Train an iteration, save and load, `rounds` times. Write the medians on this rank to `figures`/RANK as JSON."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     from megatron_neobert.checkpoint import folder as files
     from megatron_neobert.checkpoint.contents import StoredTensors
@@ -120,7 +120,7 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
 
 @contextmanager
 def _measured(row: dict[str, float], name: str) -> Iterator[None]:
-    """Add seconds and peak memory of the block to `row`."""
+    """Wait for all ranks, run the block, and add the block's seconds and peak memory to `row`."""
     import torch
 
     torch.distributed.barrier()

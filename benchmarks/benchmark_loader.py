@@ -41,7 +41,7 @@ Sizes = Iterator[tuple[int, int]]  # tokens of each batch: with padding, and rea
 
 @dataclass(frozen=True)
 class Turn:
-    """Size of all batches that one loader prepared in one round."""
+    """Total size of the batches that a loader prepared in one round, and the CPU seconds used."""
 
     loader: str
     capacity: int  # tokens, padding included
@@ -96,10 +96,10 @@ def main() -> None:
 
 
 def start_loaders(settings: Any, opened: list[Any]) -> dict[str, Sizes]:
-    """Return the loaders by name, each after a batch to warm up. Without DALI, print how to install it.
+    """Start all loaders, take a batch from each to warm up, and return them by name. Without DALI, print a hint.
 
-    `opened` is the result of `open_phases`. This project's loaders start first: they must fork workers before libraries
-    start threads.
+    `opened` is the result of `open_phases`. This project's loaders start first, because they must fork workers before
+    libraries start threads.
     """
     loaders = {OURS: ours(settings, opened, 0), "this project, 1 worker": ours(settings, opened, 1)}
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"):
@@ -115,7 +115,7 @@ def start_loaders(settings: Any, opened: list[Any]) -> dict[str, Sizes]:
 
 
 def ours(settings: Any, opened: list[Any], num_workers: int, *, with_dali: bool = False) -> Sizes:
-    """Yield the sizes of this project's batches, without end. With 0 workers, this process builds the batches."""
+    """Yield (capacity, real tokens) of this project's batches, without end. Without workers, build them in-process."""
     import torch
 
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
@@ -132,10 +132,10 @@ def ours(settings: Any, opened: list[Any], num_workers: int, *, with_dali: bool 
 
 
 def collator(settings: Any, opened: Any, *, are_full: bool) -> Sizes:
-    """Yield the size of each batch of transformers' DataCollatorForLanguageModeling, without end.
+    """Yield (capacity, real tokens) of batches from transformers' DataCollatorForLanguageModeling, without end.
 
-    A row is a truncated document, or, if rows are full, a piece of all documents end to end, as run_mlm.py of
-    transformers makes them. Every epoch shuffles the rows. Raise ConfigError if they do not fill one batch.
+    A row is a truncated document. If `are_full`, documents are concatenated and divided into full rows, like in
+    transformers' run_mlm.py. Every epoch shuffles the rows. Raise ConfigError if the rows do not fill a batch.
     """
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
@@ -165,7 +165,7 @@ def collator(settings: Any, opened: Any, *, are_full: bool) -> Sizes:
 
 
 def measure(loader: str, batches: Sizes, seconds: float) -> Turn:
-    """Take batches for `seconds` of wall time, at least one. Return total sizes and CPU seconds, workers included."""
+    """Take batches for `seconds` of wall time, at least one batch. Return total sizes and CPU seconds with workers."""
     time.sleep(SETTLE_SECONDS)
     cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds
     taken = [next(batches)]
@@ -185,7 +185,7 @@ def tree_cpu_seconds() -> float:
 
 
 def summarise(rounds: list[dict[str, Turn]], loader: str) -> dict[str, Any]:
-    """Return a row of the table: median speed, % of padding, and the median factor by which OURS was faster."""
+    """Return a row of the table: median speed, % of unused capacity, and the median factor by which OURS was faster."""
     turns = [turns[loader] for turns in rounds]
     used = sum(turn.real_tokens for turn in turns) / sum(turn.capacity for turn in turns)
     factors = [turns[OURS].tokens_per_second / turns[loader].tokens_per_second for turns in rounds]

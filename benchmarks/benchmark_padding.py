@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def build_models(arguments: argparse.Namespace, layers: int, hidden: int) -> dict[str, Any]:
-    """Return a classifier per name; the two of NeoBERT are the same object."""
+    """Return name -> classifier. The names PADDED and UNPADDED share one NeoBERT model."""
     import torch
     import transformers as hf
 
@@ -75,7 +75,7 @@ def build_models(arguments: argparse.Namespace, layers: int, hidden: int) -> dic
 
 
 def build_batch(rng: random.Random, lengths: str, rows: int, device: str) -> dict[str, Any]:
-    """Return random documents with random labels, padded to the longest of them."""
+    """Return a batch of random documents with alternating labels, padded to the longest document."""
     import torch
 
     median, sigma, longest = LENGTHS[lengths]
@@ -87,7 +87,7 @@ def build_batch(rng: random.Random, lengths: str, rows: int, device: str) -> dic
 
 
 def measure(models: dict[str, Any], lengths: str, rows: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a line of the table per model: median real tokens per second, and by how much it is faster than PADDED."""
+    """Return a table row for each model: median real tokens per second, and the median speed-up over PADDED."""
     import torch
 
     from megatron_neobert.huggingface import modeling_neobert

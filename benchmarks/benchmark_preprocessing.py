@@ -49,7 +49,7 @@ DTYPE_BYTES = {4: 4, 8: 2}  # by Megatron's codes of int32 and uint16
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one run of a tool."""
+    """Figures of a run of one tool."""
 
     tool: str
     workers: int
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str) -> list[str]:
-    """Return the tools in `names` that can run; print what the others need. Raise ConfigError if none can run."""
+    """Return the tools in `names` that can run, and print what the others need. Raise ConfigError if none can run."""
     available = []
     for name in names:
         if missing := [package for package in NEEDED.get(name, ()) if importlib.util.find_spec(package) is None]:
@@ -131,7 +131,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Run a step as a new process and return its result. If the step fails, this process exits with the same code."""
+    """Run a step in a new process and return the step's result. If it fails, exit with the same code."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
@@ -140,7 +140,7 @@ def run_step(step: str, **arguments: Any) -> Any:
 
 
 def measure(name: str, workers: int, job: dict[str, Any], folder: str) -> Measured:
-    """Run a tool on as many cores as it has workers, and return its figures. Delete its output in `folder`.
+    """Run a tool on `workers` cores, and return the tool's figures. Its output in `folder` is deleted.
 
     Raise DataError if the tool fails.
     """
@@ -181,7 +181,7 @@ def measure(name: str, workers: int, job: dict[str, Any], folder: str) -> Measur
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
     """Return os.environ with this repository on PYTHONPATH, one thread per process and no downloads from the Hub.
 
-    With `scratch`, a folder, caches and temporary files go there.
+    If `scratch` is given, caches and temporary files are written to this folder.
     """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
@@ -195,7 +195,7 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
 
 
 def verify(runs: Sequence[Measured]) -> None:
-    """Raise DataError if runs have different `tokens`, or different `ids_sha256` among those that are not None."""
+    """Raise DataError if `tokens` differs between runs, or if `ids_sha256` differs between runs that have a hash."""
     counts = [(run.name, f"{run.tokens:,}") for run in runs]
     hashes = [(run.name, run.ids_sha256[:12]) for run in runs if run.ids_sha256]
     for compared, values in (("numbers of tokens", counts), ("ids, by sha256", hashes)):
@@ -208,7 +208,7 @@ def verify(runs: Sequence[Measured]) -> None:
 
 
 def summarise(runs: dict[tuple[str, int], list[Measured]], *, text_bytes: int) -> list[dict[str, Any]]:
-    """Return a row per tool and workers: medians, peak memory, and how many times faster than each tool of others."""
+    """Return a row for each tool and worker count: medians, peak memory, and speed-up over each tool in NEEDED."""
     wall = {key: statistics.median(run.wall_seconds for run in group) for key, group in runs.items()}
     rows = []
     for (tool, workers), group in runs.items():
@@ -228,7 +228,7 @@ def summarise(runs: dict[tuple[str, int], list[Measured]], *, text_bytes: int) -
 
 
 def command_of(tool: str, job: dict[str, Any], output: str, workers: int) -> list[str]:
-    """Return the command that tokenises the files of a job into the folder `output`."""
+    """Return the command that tokenizes a job's files and writes to the folder `output`."""
     if tool in OURS:
         return [
             *(sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")),
@@ -258,9 +258,9 @@ def command_of(tool: str, job: dict[str, Any], output: str, workers: int) -> lis
 
 
 def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str, json_lines: bool) -> dict[str, Any]:
-    """Copy the input files to `folder`/inputs, and write the tokenizer for the other tools, which knows no "[MASK]".
+    """Copy input files to `folder`/inputs, and write a tokenizer without special added tokens for the other tools.
 
-    With `json_lines`, write the texts and what else Megatron-LM's tool reads. Return the job of all tools.
+    If `json_lines`, also write the texts for Megatron-LM's tool. Return the job, which all tools use.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -299,7 +299,7 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str, jso
 
 
 def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize parquet files in `folder` with datatrove. Write .bin and .idx to `output`, logs to logs/ next to it."""
+    """Tokenize parquet files in `folder` with datatrove. Write .bin and .idx to `output`, logs to logs/ beside it."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
@@ -314,7 +314,7 @@ def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, 
 
 
 def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize parquet files in `folder` with datasets as NeoBERT's authors do, but untruncated. Save to `output`."""
+    """Tokenize parquet files in `folder` with `datasets`, like NeoBERT's authors but untruncated. Save to `output`."""
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast
 
@@ -333,7 +333,7 @@ def count(output: str, special_tokens: int) -> dict[str, Any]:
     """Count documents and tokens in the folder `output`: Megatron's .bin and .idx files, or files of `datasets`.
 
     The `special_tokens` around each document are not counted. "ids_sha256" is the hash of all .bin files, or None if
-    they have special tokens.
+    the documents contain special tokens.
     """
     import numpy as np
     import pyarrow as pa

@@ -40,7 +40,7 @@ _WAIT_WARNING = "called a synchronizing CUDA operation"  # of torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Figures of one step in one layout."""
+    """Figures of a training step in one layout."""
 
     seq_length: int
     layout: str
@@ -53,7 +53,7 @@ class Timing:
 
 
 def main() -> None:
-    """Train the layouts in turns at every length. Print a line per step, then the table."""
+    """Train in each layout in turns, at every length. Print a line for each step, then the table."""
     arguments, flags = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         settings = build_settings(arguments, flags, Path(folder))
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and flags of `neobert train`, which replace settings. Raise ConfigError for other flags."""
+    """Return the options, and flags of `neobert train` to override settings. Raise ConfigError for unknown flags."""
     from megatron_neobert.config.cli import run_flags
 
     parser = build_parser(__doc__, rounds=3, also=run_flags())
@@ -88,7 +88,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def build_settings(arguments: argparse.Namespace, flags: list[str], folder: Path) -> Settings:
-    """Write a corpus to `folder`, and return the settings of a run on it at the largest --seq-length."""
+    """Write a corpus to `folder`, and return the settings of a run on this corpus, at the largest --seq-length."""
     from megatron_neobert.config.cli import parse_command_line
 
     longest = max(arguments.seq_length)
@@ -112,13 +112,13 @@ def build_settings(arguments: argparse.Namespace, flags: list[str], folder: Path
 
 
 def batch_sizes(seq_length: int, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Return the packed sequences per micro-batch and per global batch, each at least 1."""
+    """Return (packed sequences per micro-batch, packed sequences per global batch), each at least 1."""
     micro = max(1, arguments.micro_batch_tokens // seq_length)
     return micro, micro * max(1, arguments.global_batch_tokens // (micro * seq_length))
 
 
 def measure(settings: Settings, arguments: argparse.Namespace, flags: list[str]) -> None:
-    """Train, and print the speeds; the figures, with `flags`, are written to `arguments.output` unless it is None."""
+    """Train, and print the speeds. Write all figures and `flags` to `arguments.output` unless it is None."""
     import torch
 
     from megatron_neobert.model.flops import count_parameters
@@ -182,10 +182,10 @@ def measure(settings: Settings, arguments: argparse.Namespace, flags: list[str])
 
 
 def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
-    """Train one step in one layout, print a line, and return its figures.
+    """Train one step in one layout, print a line, and return the step's figures.
 
-    If `run` (a Run) trains and there is a `reference` (a Reference), the weights of the reference are copied first.
-    `passes` are from `passes_in_each_layout`.
+    `reference` (a Reference) trains in the layout "reference", `run` (a Run) in all others. Before `run` trains, the
+    reference's weights, if there is a reference, are copied to it. `passes` come from `passes_in_each_layout`.
     """
     import torch
 
@@ -227,7 +227,7 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
 
 def find_waits(step: Callable[[], Any]) -> dict[str, int]:
-    """Run a step on a GPU. Return {"FILE.py:LINE": waits for the GPU}. Explicit synchronize calls are not counted."""
+    """Run a step on a GPU. Return "FILE.py:LINE" -> number of waits for the GPU, without explicit synchronize calls."""
     import torch
 
     torch.cuda.set_sync_debug_mode("warn")
@@ -242,10 +242,10 @@ def find_waits(step: Callable[[], Any]) -> dict[str, int]:
 
 
 def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any]]:
-    """Run a step in torch's profiler. Return a row for each of the 30 operations, on a GPU kernels, that take longest.
+    """Run a step in torch's profiler. Return a row for each of the 30 slowest operations (on a GPU: kernels).
 
-    Times are without operations that an operation calls. With `on_gpu`, CUDA functions that wait for the GPU follow;
-    only their "calls" are meaningful.
+    An operation's time excludes the operations that it calls. If `on_gpu`, rows for CUDA functions that wait for the
+    GPU follow; in these rows, only "calls" is meaningful.
     """
     import torch
     from torch.autograd import DeviceType
@@ -279,9 +279,9 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any
 
 
 def summarise(rounds: list[dict[str, Timing]], *, peak_tflops: float | None) -> list[dict[str, Any]]:
-    """Return a row per length and layout: medians, and the median factor by which packed was faster in a round.
+    """Return a row for each length and layout: medians, and the median factor by which packed was faster in a round.
 
-    A round has a step of each layout, all of the same length.
+    A round contains a step of each layout, all at the same length.
     """
     table = []
     for seq_length, layout in dict.fromkeys(
@@ -309,7 +309,7 @@ def summarise(rounds: list[dict[str, Timing]], *, peak_tflops: float | None) -> 
 
 
 def largest_loss_gap(rounds: list[dict[str, Timing]]) -> float:
-    """Return the largest relative difference between the loss of a step and the reference's in the same round."""
+    """Return the largest relative difference between a step's loss and the reference's loss in the same round."""
     return max(abs(step.loss / steps["reference"].loss - 1) for steps in rounds for step in steps.values())
 
 

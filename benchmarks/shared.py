@@ -24,11 +24,11 @@ SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 
 def build_parser(documentation: str | None, *, rounds: int = 0, also: Iterable[str] = ()) -> Parser:
-    """Return a parser with --output and, unless `rounds` is 0, --rounds with this default.
+    """Return a parser with --output and, unless `rounds` is 0, --rounds with default `rounds`.
 
     Args:
-        documentation: Docstring of a benchmark; its first line is the description.
-        also: Further flags, which another parser reads.
+        documentation: Docstring of the benchmark. The first line becomes the description.
+        also: Flags of another parser, which are not reported as unknown.
     """
     parser = Parser((documentation or "").partition("\n")[0], also=also)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
@@ -47,9 +47,9 @@ def positive(text: str) -> int:
 
 
 def measure_in_turns(subjects: Iterable[T], measure: Callable[[int, T], Any], *, rounds: int) -> list[dict[T, Any]]:
-    """Call `measure` with each round, from 1, and each subject. Return the results of each round, by subject.
+    """Call `measure(round, subject)` for each round (1-based) and subject. Return subject -> result for each round.
 
-    Every second round is reversed, so that drifts affect all subjects alike.
+    The order is reversed after each round, so that slow changes of speed affect all subjects alike.
     """
     order, results = list(subjects), []
     for number in range(1, rounds + 1):
@@ -61,9 +61,9 @@ def measure_in_turns(subjects: Iterable[T], measure: Callable[[int, T], Any], *,
 def report(
     path: Path | None, packages: Iterable[str], tables: dict[str, Sequence[dict[str, Any]]], **figures: Any
 ) -> None:
-    """Print the machine and all tables. Unless `path` is None, write them and further figures to it, as JSON.
+    """Print facts about the machine and all tables. Unless `path` is None, write them and `figures` there as JSON.
 
-    The facts of the machine include versions of the installed `packages`, and those in `figures["machine"]`.
+    The facts about the machine include the versions of installed `packages`, and `figures["machine"]`.
     """
     machine = describe_machine(packages) | figures.pop("machine", {})
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
@@ -74,7 +74,7 @@ def report(
 
 
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
-    """Return "cpu", "cores" that this process may use, "date", "python", and versions of the installed `packages`."""
+    """Return "cpu", "cores" (usable by this process), "date", "python", and the versions of installed `packages`."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -89,7 +89,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows as a text table. The keys of the first row are the columns; all rows must have them."""
+    """Print rows as a text table. The first row's keys are the columns; all rows must contain these keys."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -103,10 +103,10 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
-    """Write documents of random words to the existing `folder`, the same in every call, and preprocess them.
+    """Write random documents to the existing `folder`, identical in every call, and preprocess them.
 
-    Return the corpus prefix, and the path of the vocabulary of `vocab_size` tokens, special tokens included. Each word
-    is one token. Lengths in words are log-normal with median `median_tokens`, cut at `longest`.
+    Return the corpus prefix and the path of the vocabulary, which contains `vocab_size` tokens, special tokens
+    included. Each word is one token. Lengths are log-normal with median `median_tokens`, cut at `longest`.
     """
     from megatron_neobert.data.preprocessing.run import PreprocessSettings, plan_preprocessing, preprocess
 

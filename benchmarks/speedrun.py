@@ -29,7 +29,7 @@ PACKAGES = ("torch", "megatron-core", "numpy")
 
 @dataclass(frozen=True)
 class Finish:
-    """Result of one run."""
+    """Loss, tokens and time of a finished run."""
 
     loss: float  # last validation loss, nats per masked token
     tokens: float  # tokens trained on
@@ -37,7 +37,7 @@ class Finish:
 
 
 def main() -> None:
-    """Print a line per recipe, and a line per comparison with the first recipe. Write both to --output if given."""
+    """Print a line for each recipe, and for each comparison with the first recipe. Write both to --output if given."""
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("recipes", nargs="+", type=Path, metavar="FOLDER", help="folder of a recipe, with one --save folder per seed")
@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def read_recipe(folder: Path) -> dict[str, Finish]:
-    """Return the result of each run of a recipe. The runs are the subfolders of `folder`, whose names are the keys.
+    """Return the runs of a recipe as subfolder name -> result. Each subfolder of `folder` is a run.
 
-    Raises DataError if there is no run, or more than 16, or if a log is empty or does not end with a validation.
+    Raise DataError if there are no runs or more than 16, or if a log is empty or does not end with a validation.
     """
     runs = sorted(path for path in folder.glob("*") if path.is_dir())
     if not 1 <= len(runs) <= MOST_SEEDS:
@@ -62,7 +62,7 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
 
 
 def finish_of(run: RunLog) -> Finish:
-    """Return the last validation loss, the tokens and the training seconds (without validation and saving) of a run.
+    """Return a run's last validation loss, tokens, and training seconds (without validation and saving).
 
     Raise DataError if the last iteration in the log has no validation loss.
     """
@@ -93,15 +93,15 @@ def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[st
 
 
 def with_deviation(values: Sequence[float], *, digits: int) -> str:
-    """Return the mean and, of two values or more, the standard deviation: `5.12 ± 0.05`."""
+    """Format the mean and, if there are several values, the standard deviation, such as `5.12 ± 0.05`."""
     deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{deviation}"
 
 
 def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[str, Finish]) -> dict[str, Any]:
-    """Return the ratios of training seconds, `name` to `first`, as a row of texts: geometric mean, extremes, p-value.
+    """Return a row of texts about the ratio of training seconds, `name` / `first`: geometric mean, extremes, p-value.
 
-    Raise DataError if the two recipes have runs of different names.
+    Raise DataError if the run names of the two recipes differ.
     """
     if baseline.keys() != finishes.keys():
         names = f"{name} has the runs {', '.join(finishes)}, {first} has {', '.join(baseline)}"

@@ -34,7 +34,7 @@ class Reference:
         )
 
     def step(self, passes: list[Padded]) -> float:
-        """Update the weights once with the gradients of all passes; return the mean loss per masked token, in nats."""
+        """Update the weights once with all passes' gradients. Return the mean loss in nats per masked token."""
         self.optimizer.zero_grad()
         masked = sum(int((labels_bs != IGNORED_LABEL).sum()) for *_, labels_bs in passes)
         loss = torch.zeros((), device=self.device)
@@ -49,7 +49,7 @@ class Reference:
         return loss.item()
 
     def copy_weights_to(self, run: Run) -> None:
-        """Load the weights of this model into the model and the optimizer of a run."""
+        """Load this model's weights into a run's model and optimizer."""
         shape = model_shape(self.settings, vocab_size=self.vocab_size)
         model = run.unwrapped_model
         load_into_megatron(model, to_internal(self.model.state_dict(), shape, NEOBERT))
@@ -59,8 +59,8 @@ class Reference:
 def passes_in_each_layout(batches: RankBatches, capacity_per_pass: int) -> dict[str, Any]:
     """Return the documents of a step in three layouts, and the length of each document.
 
-    Documents are padded to the longest of the step. A pass has as many padded documents as fit into `capacity_per_pass`
-    tokens, at least one.
+    Documents are padded to the longest document of the step. A pass contains as many padded documents as fit into
+    `capacity_per_pass` tokens, at least one.
 
     Returns:
         "lengths": tokens of each document. "packed": `batches`, unchanged. "padded": RankBatches with one document per
@@ -83,7 +83,7 @@ def passes_in_each_layout(batches: RankBatches, capacity_per_pass: int) -> dict[
 
 
 def split_documents(micro_batches: list[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return token ids and labels of all documents, int64 [s]. Labels are IGNORED_LABEL except at masked tokens."""
+    """Return each document's token ids, and labels, int64 [s]. Labels are IGNORED_LABEL except at masked tokens."""
     tokens: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in micro_batches:

@@ -48,7 +48,7 @@ print(json.dumps({"GPU": gpu, "CUDA": torch.version.cuda, "cuDNN": torch.backend
 
 @dataclass(kw_only=True)
 class Result:
-    """Content of phases/NAME.json."""
+    """Result of a phase, which is the content of phases/NAME.json."""
 
     status: Status
     date: str
@@ -60,9 +60,9 @@ class Result:
 
 
 def main() -> int:
-    """Run the requested phases that have not passed on this machine, and update the report after each.
+    """Run the requested phases that have not passed on this machine yet, and update the report after each phase.
 
-    Return 0 if all requested phases passed, now or before, else 1.
+    Return 0 if all requested phases have passed, in this call or an earlier one, or else 1.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Return facts that identify a machine: device, GPU ("none" without one), versions, and why torch failed."""
+    """Return facts that identify a machine: device, GPU (or "none"), versions, and torch's error if it failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     # In its own process, because torch would keep GPU memory in this one.
     command = [sys.executable, "-c", MACHINE]
@@ -136,9 +136,9 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
 
 
 def read_results(output: Path, machine: dict[str, str]) -> dict[str, Result]:
-    """Return the results of the phases that ended on this machine, in the order of PHASES.
+    """Return the results of phases that ended on this machine, in the order of PHASES.
 
-    A damaged result is left out, so that its phase runs again.
+    Damaged result files are ignored, so that their phases run again.
     """
     import msgspec
 
@@ -152,7 +152,7 @@ def read_results(output: Path, machine: dict[str, str]) -> dict[str, Result]:
 
 
 def verdict(results: dict[str, Result], machine: dict[str, str]) -> str:
-    """Return one line: the GPU is accepted, or which phases failed, did not run and passed. No CPU runs all phases."""
+    """Return a line that says "accepted" if all phases have passed, or else lists failed, missing and passed phases."""
     phases: dict[str, list[str]] = {"failed": [], "not run": [], "passed": []}
     for name in PHASES:
         phases[results[name].status if name in results else "not run"].append(name)
@@ -162,7 +162,7 @@ def verdict(results: dict[str, Result], machine: dict[str, str]) -> str:
 
 
 def write_report(output: Path, results: dict[str, Result], machine: dict[str, str]) -> None:
-    """Write report.md to `output`: the phases with a result from this machine, and their commands and figures."""
+    """Write report.md to `output`, with each phase's result on this machine, commands and figures."""
     overview = [
         {"phase": name, "status": result.status, "seconds": result.seconds, "date": result.date}
         | {"problems": "; ".join(result.problems)}
@@ -177,7 +177,7 @@ def write_report(output: Path, results: dict[str, Result], machine: dict[str, st
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table whose columns are the keys of the first row, or "" without rows."""
+    """Return a Markdown table whose columns are the first row's keys, or "" if there are no rows."""
     cells = [[f"{value:,.6g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     return table(list(rows[0]), cells) if rows else ""
 

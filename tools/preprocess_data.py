@@ -10,7 +10,7 @@ from megatron_neobert.errors import run_command
 
 
 def main() -> int | None:
-    """Run `neobert preprocess` with the arguments of this command line."""
+    """Run `neobert preprocess` with this command line's arguments, and return the exit code, or None for 0."""
     return run("preprocess", sys.argv[1:])
 
 

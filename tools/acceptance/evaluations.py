@@ -18,7 +18,7 @@ PAIRS = """training: {steps: 20, batch_size: 16, learning_rate: 1.0e-3, max_leng
 
 
 def check_evaluations(phase: Phase) -> None:
-    """Convert, verify and evaluate a small model, with and without the GPU. Scores must agree within the limits."""
+    """Train, convert, verify and evaluate a small model. Scores with and without the GPU must agree within limits."""
     folder, corpus = phase.output / "evaluations", phase.prepare_corpus()[0]
     shutil.rmtree(folder, ignore_errors=True)
     phase.remove_runs("small")
@@ -41,7 +41,7 @@ def check_evaluations(phase: Phase) -> None:
 
 
 def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -> dict[str, float]:
-    """Run the evaluations and return their scores. `device` "cpu" hides the GPU."""
+    """Run the evaluations and return name -> score. `device` is "cpu" to hide the GPU, or "here"."""
     tuning = ("--batch-size", 16, "--learning-rate", 1e-3, "--weight-decay", 0.01, "--epochs", 2, "--max-length", 64)
     commands: dict[str, tuple[object, ...]] = {
         "glue": ("evaluate", "glue", "--data-dir", data, "--tasks", "cola", "rte", "--no-transfer", *tuning),
@@ -64,9 +64,9 @@ def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -
 
 
 def write_data(folder: Path, shards: Path) -> Path:
-    """Write the data of all evaluations, made from the texts of the sample corpus, and return the folder.
+    """Write the data of all evaluations, made from the sample corpus's texts, and return the folder.
 
-    The label of a sentence says whether it has the word "the". The second text of a pair is the rest of the first one.
+    A sentence's label is 1 if the sentence contains the word "the". In a pair, the second text continues the first.
     """
     import pyarrow.parquet
 
@@ -89,7 +89,7 @@ def write_data(folder: Path, shards: Path) -> Path:
 
 
 def write_rows(path: Path, **columns: list[Any]) -> None:
-    """Write rows of these columns as JSON lines, and create the folder of the file."""
+    """Write a file of JSON lines from columns, and create the file's folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -24,7 +24,7 @@ Curve = dict[int, dict[str, Any]]  # iteration -> line of metrics.jsonl
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of models, batches and runs on one kind of device."""
+    """Sizes of models, batches and runs for one kind of device."""
 
     layers: int
     hidden: int
@@ -76,17 +76,17 @@ class Phase:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Record a failure inside the context as a problem of the phase, which then continues with its next case."""
+        """Record a `Failed` error in the block as a problem of the phase, and continue with the phase's next case."""
         try:
             yield
         except Failed as error:
             self.problems.append(f"{name}: {error}")
 
     def run(self, name: str, *arguments: object, device: str = "") -> str:
-        """Run Python, or bash if the first argument is a shell script. Return both outputs, which logs/ has, too.
+        """Run Python, or bash if the first argument is a shell script. Return stdout and stderr as one text.
 
-        `name` is part of the name of the log. `device` "cpu" hides the GPU, "" is the phase's. Raise Failed if the exit
-        code is not 0, or if the command was killed because the time of the phase is over.
+        Output is also written to a log in logs/, whose name contains `name`. `device` "cpu" hides the GPU; "" means the
+        phase's device. Raise Failed if the exit code is not 0, or if the command exceeds the phase's time limit.
         """
         command = ["bash" if str(arguments[0]).endswith(".sh") else sys.executable, *map(str, arguments)]
         self.commands.append(" ".join(command))
@@ -117,7 +117,7 @@ class Phase:
         return printed
 
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Run benchmarks/benchmark_step.py with these flags on packed steps and return the content of its JSON file."""
+        """Run benchmarks/benchmark_step.py with these flags on packed steps, and return the figures that it writes."""
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
         model = (*sizes.model, "--vocab-size", sizes.vocab_size, *self.precision)
@@ -126,7 +126,7 @@ class Phase:
         return dict(parse_json(figures.read_text(encoding="utf-8")))
 
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
-        """Train or resume the run in runs/NAME up to `iterations`, and return its metrics. A CPU ignores `bf16`."""
+        """Train or resume the run in runs/NAME to `iterations`. Return iteration -> metrics. A CPU ignores `bf16`."""
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
         data = ("--data-path", corpus, "--tokenizer-model", tokenizer, "--seq-length", sizes.seq_length)
@@ -139,7 +139,7 @@ class Phase:
         return {line["iteration"]: line for line in lines if "loss" in line}
 
     def remove_runs(self, *names: str) -> None:
-        """Remove runs that an earlier, interrupted phase started."""
+        """Remove these runs, if an earlier, interrupted call has started them."""
         for name in names:
             shutil.rmtree(self.output / "runs" / name, ignore_errors=True)
 
@@ -151,12 +151,12 @@ class Phase:
         self.drop_checkpoints(run)
 
     def drop_checkpoints(self, run: str = "*") -> None:
-        """Delete the checkpoints of one run or of all runs, but not their metrics."""
+        """Delete the checkpoints of `run`, or of all runs by default. Metrics are kept."""
         for folder in self.output.glob(f"runs/{run}/iter_*"):
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """Return the prefix of the sample corpus and its tokenizer folder. Write both if the corpus is not complete."""
+        """Return the sample corpus's prefix and the tokenizer's folder. Write both unless the corpus is complete."""
         folder = self.output / "corpus"
         corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
         if not corpus.with_suffix(".json").exists():
@@ -173,9 +173,9 @@ class Phase:
 
 
 def relative_gaps(first: Curve, second: Curve, iterations: range) -> list[float]:
-    """Return the absolute differences between the losses of two runs at these iterations, relative to the first run.
+    """Return the absolute differences between two runs' losses at these iterations, relative to the first run.
 
-    Raise Failed if a run has no loss at one of the iterations.
+    Raise Failed if a loss is missing at one of the iterations.
     """
     if missing := [number for number in iterations if number not in first or number not in second]:
         raise Failed(f"one of two runs has no loss at iterations {missing}")
@@ -183,6 +183,6 @@ def relative_gaps(first: Curve, second: Curve, iterations: range) -> list[float]
 
 
 def expect_small(gaps: list[float], limit: float, message: str) -> None:
-    """Raise Failed with the message if the largest gap exceeds the limit, or if a gap is NaN."""
+    """Raise Failed, whose text begins with `message`, if the largest gap exceeds `limit`."""
     if not max(gaps) <= limit:
         raise Failed(f"{message} by {max(gaps):.2g}, more than {limit:g}")

@@ -40,12 +40,12 @@ assert layer.weight.grad.isfinite().all()"""
 
 
 def check_environment(phase: Phase) -> None:
-    """Check packages, kernels and disk of the machine."""
+    """Check the machine's packages, kernels and disk."""
     phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output)
 
 
 def check_first_step(phase: Phase) -> None:
-    """Train three iterations with local layers and with Transformer Engine's. Losses and gradients must be finite."""
+    """Train three iterations with local layers and with Transformer Engine's. Losses and norms must be finite."""
     layers = {"local layers": LOCAL}
     if phase.device == "cuda":
         layers["Transformer Engine"] = ENGINE
@@ -86,7 +86,7 @@ def check_parity(phase: Phase) -> None:
 
 
 def measure_speed(phase: Phase) -> None:
-    """Measure steps of several lengths with each attention kernel. Their first losses must agree within KERNEL_LOSS."""
+    """Measure steps of several lengths with each attention kernel. Kernels' first losses must agree to KERNEL_LOSS."""
     rows, first_loss = phase.tables.setdefault("steps", []), None
     for name, flags in KERNELS.items() if phase.device == "cuda" else [("local layers", LOCAL)]:
         if "flash" in flags and find_spec("flash_attn") is None:
@@ -104,8 +104,8 @@ def measure_speed(phase: Phase) -> None:
 def compare_fp8(phase: Phase) -> None:
     """Train in bf16, again in bf16, and in FP8, on the same data with the same seed.
 
-    The second run in bf16 shows the noise. A run fails if its losses differ from the first run's by more than FP8_LOSS
-    in the second half. In the first half, the loss falls so fast that small differences in time are large ones in loss.
+    The second run in bf16 shows the noise. A run fails if, in the second half, its losses differ from the first run's
+    by more than FP8_LOSS. In the first half, losses fall too fast to be compared.
     """
     total, rows = phase.sizes.iterations, phase.tables.setdefault("runs", [])
     bf16: Curve = {}
@@ -123,9 +123,9 @@ def compare_fp8(phase: Phase) -> None:
 
 
 def check_resume(phase: Phase) -> None:
-    """Train 20 iterations, and again from the asynchronous checkpoint of iteration 10, on the same documents.
+    """Train 20 iterations, then resume from the asynchronous checkpoint of iteration 10, on the same documents.
 
-    The losses must be equal on a CPU, and agree within RESUMED_LOSS on a GPU.
+    Losses must be equal on a CPU, and agree within RESUMED_LOSS on a GPU.
     """
     phase.remove_runs("whole", "resumed")
     every = ("--log-interval", 1, "--save-interval", 10, "--async-save")
@@ -142,7 +142,7 @@ def check_resume(phase: Phase) -> None:
 
 
 def check_move(phase: Phase) -> None:
-    """Resume an fp32 run from the GPU on the CPU, and then on the GPU again. Losses must agree within MOVED_LOSS."""
+    """Train in fp32 on the GPU, resume on the CPU, then on the GPU again. Losses must agree within MOVED_LOSS."""
     phase.remove_runs("here", "on_cpu", "back")
     flags = ("--micro-batch-size", 2, "--global-batch-size", 2, "--log-interval", 1, "--save-interval", 2)
     here = phase.train("here", 6, *flags, bf16=False)
@@ -156,7 +156,7 @@ def check_move(phase: Phase) -> None:
 
 
 def profile_step(phase: Phase) -> None:
-    """Profile a step: the time of each operation, and where the host waits for the GPU, which must happen once."""
+    """Profile a step: list operations by time. The host must wait for the GPU exactly once per step."""
     for name in ("local layers", "Transformer Engine") if phase.device == "cuda" else ("local layers",):
         with phase.case(name):
             figures = phase.benchmark(name, *KERNELS[name], "--profile", lengths=phase.sizes.lengths[1:2])
