@@ -63,9 +63,9 @@ NAMES = [name for commands in COMMANDS.values() for name in commands]
 
 
 def main() -> int | None:
-    """Run the command that `sys.argv` names and return its exit code, or None for 0. Without a command, list all.
+    """Run the command in `sys.argv` and return its exit code, or None for 0. Without arguments, list all commands.
 
-    Raise ConfigError if there is no such command or its flags are invalid.
+    Raise ConfigError if the command is unknown or its flags are invalid.
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete()
@@ -83,12 +83,12 @@ def main() -> int | None:
 
 
 def find_command(arguments: Sequence[str]) -> str | None:
-    """Return the name of the command that the arguments start with, or None."""
+    """Return the name of the command at the start of the arguments, or None if there is none."""
     return next((name for name in NAMES if name.split() == list(arguments[: len(name.split())])), None)
 
 
 def run(name: str, arguments: Sequence[str]) -> int | None:
-    """Set `sys.argv`, run command `name`, and return its exit code, or None for 0. Bad flags raise ConfigError."""
+    """Set `sys.argv`, run command `name`, and return its exit code, or None for 0. Raise ConfigError for bad flags."""
     sys.argv = [f"neobert {name}", *arguments]
     # Names of files may contain bytes that are not text, and a terminal may not show all characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -125,14 +125,14 @@ def _unknown(arguments: Sequence[str]) -> str:
 
 
 def _next_words(typed: Sequence[str]) -> list[str]:
-    """Return the words that can follow `typed` in the name of a command, each once."""
+    """Return the distinct words that can follow `typed` in the name of a command."""
     length = len(typed)
     names = [name.split() for name in NAMES]
     return list(dict.fromkeys(name[length] for name in names if len(name) > length and name[:length] == list(typed)))
 
 
 def _complete() -> None:
-    """Print completions (commands or flags) of the line in COMP_LINE and COMP_POINT, which the shell sets, and exit."""
+    """Print completions (commands or flags) for the line in the shell's COMP_LINE and COMP_POINT, and exit."""
     import argcomplete
 
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:-1]

@@ -32,8 +32,8 @@ __all__ = [
 
 
 def parse_settings(*flags: str, ranks: int = 1) -> Settings:
-    """Return the settings of `neobert train` with these flags, checked for this number of ranks.
+    """Return the settings of `neobert train` with these flags, checked for a run on `ranks` ranks.
 
-    Raise ConfigError with all problems of the flags and the --config file.
+    Raise ConfigError, which lists all problems, if the flags or the --config file are invalid.
     """
     return parse_command_line(list(flags), world_size=ranks).settings

@@ -38,16 +38,16 @@ def option(default: Any = MISSING, help: str = "", *, minimum: float | None = No
             `metavar`: placeholder of the value in the help.
             `positional=True`: an argument without a flag.
             `repeat=True`: a list whose flag takes one value and can be repeated.
-            `choices`: allowed values of a text field. A field of type Literal takes them from its type.
-            `is_path=True`: a path of the user's machine, which published reports leave out.
-            `group`: help heading of this field and of the fields after it.
+            `choices`: allowed values of a text field. For a field of type Literal, the default is the type's values.
+            `is_path=True`: a path on the user's machine, which published reports omit.
+            `group`: help heading of this field and all later fields.
             `read(text)`: parser of the value; raises ValueError if the text is invalid.
     """
     return field(default=default, metadata={**metadata, "help": help, "minimum": minimum})
 
 
 def flag_of(name: str) -> str:
-    """Return `--global-batch-size` for `global_batch_size`."""
+    """Return the flag of a field, such as `--global-batch-size` for `global_batch_size`."""
     return "--" + name.replace("_", "-")
 
 
@@ -64,7 +64,7 @@ class OptionField(NamedTuple):
 
     @property
     def is_group(self) -> bool:
-        """True for a nested dataclass."""
+        """True if the field is a nested dataclass."""
         return is_dataclass(self.type) and not self.is_list
 
     @property
@@ -76,7 +76,7 @@ class OptionField(NamedTuple):
 
 
 def option_fields(options_type: type) -> Iterator[OptionField]:
-    """Yield the fields of a dataclass."""
+    """Yield the fields of the dataclass `options_type`."""
     hints = typing.get_type_hints(options_type)
     for item in fields(options_type):
         plain = hints[item.name]
@@ -95,11 +95,11 @@ def run_function(
 ) -> int | None:
     """Parse the arguments of a command, call its function with the options, and return the function's exit code.
 
-    Raise ConfigError with every problem of the command line.
+    Raise ConfigError, which lists every problem, if the command line is invalid.
 
     Args:
-        function: Has a parameter `options`, annotated with the dataclass of its flags. The first paragraph of its
-            docstring is the description in --help. If it has a parameter `flags`, it also receives all other arguments.
+        function: Function with a parameter `options`, annotated with the dataclass of its flags. The first paragraph of
+            its docstring is the description in --help. A parameter `flags` receives the remaining arguments.
         run_flags: Returns the flags of `neobert train`. It is called only if `function` has the parameter `flags`.
     """
     options_type = typing.get_type_hints(function)["options"]
@@ -115,9 +115,9 @@ def run_function(
 
 
 def read_values(options_type: type, texts: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Convert the parsed texts of a command line, by field name, to an instance of the dataclass `options_type`.
+    """Convert `texts`, a command line's texts by field name, to an instance of the dataclass `options_type`.
 
-    Fields of nested dataclasses are in the same mapping. A field without a text has its default.
+    `texts` also contains the fields of nested dataclasses. A field without a text gets its default value.
 
     Returns:
         The options and an empty list; or None and an error message for each invalid or missing value.
@@ -140,14 +140,14 @@ def read_values(options_type: type, texts: Mapping[str, Any]) -> tuple[Any, list
 
 
 class _Excerpt(reprlib.Repr):
-    """Shortened `repr` of a value, for messages. A YAML file with aliases can hold an exponentially large value."""
+    """Shortened `repr` of a value for messages, because YAML aliases can make a value exponentially large."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 2, 80, 80
 
     def repr_int(self, x: int, level: int) -> str:
-        """Describe a huge number by its bits, because Python refuses to print more than 4,300 digits."""
+        """Describe a huge number by its number of bits, because Python refuses to print more than 4,300 digits."""
         return repr(x) if abs(x) < 10**40 else f"a number of {x.bit_length()} bits"
 
 
@@ -157,16 +157,16 @@ excerpt = _Excerpt().repr
 def assign(
     values: dict[str, Any], item: OptionField, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
-    """Store `value`, converted to the type of its field, as `values[item.name]`. Return [], or a list of one error.
+    """Convert `value` to the field's type and store it as `values[item.name]`. Return [], or a list of one error.
 
-    Text is parsed as the type requires, also in YAML, which reads `1e-4` as text. An int can be written as `1e6`. For a
-    list, the value is a list or a single entry. "none" and "null" become None if the type allows None. Choices are not
-    checked.
+    Text is converted to the type, also from YAML, which reads `1e-4` as text. An int can be written as `1e6`. For a
+    list field, `value` is a list or a single entry. If the type allows None, "none" and "null" become None. Choices are
+    not checked.
 
     Args:
         source: Start of the error message: the flag, or the file and key.
-        is_file_name: Allow bytes that are not UTF-8 in a text, which file names can contain. Texts that are written to
-            a file again, such as the settings of a run, must be UTF-8.
+        is_file_name: Allow bytes that are not UTF-8, because file names can contain such bytes. Set this to False for
+            texts that are written to a file, such as the settings of a run.
     """
     read = item.metadata.get("read")
     try:
@@ -204,7 +204,7 @@ def value_problems(item: OptionField, value: Any, *, source: str) -> list[str]:
 
 
 def _convert(value: Any, plain: type, *, is_file_name: bool) -> Any:
-    """Convert a text or a YAML value, which is not a list. Raise ValueError or OverflowError if this is impossible."""
+    """Convert a text or a YAML scalar to the type `plain`. Raise ValueError or OverflowError if this is impossible."""
     if plain is bool and isinstance(value, bool):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):  # a bool is an int in Python
@@ -239,10 +239,10 @@ def _describe_type(item: OptionField) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations. Its errors are ConfigErrors that suggest the flag the user probably meant.
+    """An argparse parser without abbreviated flags. Errors raise ConfigError, which suggests a similar flag.
 
     Args:
-        also: Flags that a second parser reads from the remaining arguments.
+        also: Flags of a second parser, which reads the remaining arguments. They are not reported as unknown.
     """
 
     _completes: ClassVar[bool] = False
@@ -252,7 +252,7 @@ class Parser(argparse.ArgumentParser):
         self._also, self._arguments = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but errors raise ConfigError. If a shell asks for completions, print them and exit."""
+        """Parse like argparse, but raise ConfigError. If a shell requests completions, print them and exit."""
         if "_ARGCOMPLETE" in os.environ and not Parser._completes:
             import argcomplete
 
@@ -262,9 +262,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def parse(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Return the parsed texts by field name, the remaining arguments, and an error message for each unknown one.
+        """Return the parsed texts by field name, the remaining arguments, and error messages about unknown arguments.
 
-        Flags that were not given are absent. Raises ConfigError for errors of argparse, such as a missing value.
+        Flags that were not given are absent. Raise ConfigError for argparse's errors, such as a missing value.
         """
         parsed, remaining = self.parse_known_args(arguments)
         problems = self.unknown_flags()
@@ -278,7 +278,7 @@ class Parser(argparse.ArgumentParser):
         return vars(parsed), remaining, problems
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with every unknown flag and the message of argparse."""
+        """Raise ConfigError, which lists every unknown flag and argparse's message."""
         raise ConfigError([*self.unknown_flags(), f"{' '.join(message.split())[:LONGEST_REASON]}. See --help."])
 
     def all_flags(self) -> list[str]:
@@ -286,7 +286,7 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def unknown_flags(self) -> list[str]:
-        """Return a problem for each flag of the last command line that neither this nor the second parser has."""
+        """Return an error message for each flag of the last command line that is unknown to both parsers."""
         known = [*self.all_flags(), *self._also]
         flags = [match[1] for word in itertools.takewhile("--".__ne__, self._arguments) if (match := _FLAG.match(word))]
         return [
@@ -308,7 +308,7 @@ def add_flags(
     """Add the flags of a dataclass to a parser. A nested dataclass becomes a group in the help.
 
     Args:
-        is_shown: Returns True for the name of a field that the help lists. The parser accepts all other flags, too.
+        is_shown: Returns True for a field name if --help should list the flag. The parser also accepts hidden flags.
         negatable: Also add `--no-FLAG` for switches that are off by default, because a YAML file can switch them on. A
             repeated list flag then replaces the list instead of extending it.
     """

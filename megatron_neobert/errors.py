@@ -52,7 +52,7 @@ _SECONDS_UNTIL_TERMINATED = 10.0
 
 
 class NeoBERTError(Exception):
-    """Base class, never raised itself. Credentials in the URLs of a message are removed."""
+    """Base class of this project's errors. Credentials in a message's URLs are removed."""
 
     exit_code: ClassVar[int] = 1
 
@@ -74,7 +74,7 @@ class ConfigError(NeoBERTError):
 
 
 class LauncherError(NeoBERTError):
-    """Contradictory environment variables of a rank or node. Every rank reports its own, because they differ."""
+    """Contradictory environment variables of a rank or node. Every rank prints its error, because the values differ."""
 
     exit_code = 2
 
@@ -98,7 +98,7 @@ class WorkerError(NeoBERTError):
 
 
 class MissingPackageError(NeoBERTError):
-    """A required package is not installed, and no extra of this project installs it."""
+    """A required package is not installed, and no extra of this project contains the package."""
 
     exit_code = EXIT_UNAVAILABLE
 
@@ -128,7 +128,7 @@ class StorageError(NeoBERTError):
 
 
 class CheckpointError(NeoBERTError):
-    """A checkpoint cannot be used: it is incomplete, damaged, or of another model or run."""
+    """A checkpoint cannot be used: it is incomplete, damaged, or from a different model or run."""
 
     exit_code = 78
 
@@ -158,12 +158,12 @@ def suggest_path(path: Path, *, otherwise: str) -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """Return class and message of a library's error on one line of at most 500 characters."""
+    """Return a library error's class and message on one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return message, and line and column from 1, of a PyYAML error, on one line and without excerpts of the file."""
+    """Return a PyYAML error's message, line and column (from 1) on one line, without excerpts of the file."""
     text, mark = str(error), getattr(error, "problem_mark", None)
     if mark is not None:
         problem = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
@@ -172,11 +172,11 @@ def yaml_reason(error: Exception) -> str:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run the `main` of a command, print its error to stderr as one sentence, and end the process with the exit code.
+    """Run the `main` of a command, print an error as one sentence on stderr, and end the process with the exit code.
 
-    The code is the result of `main` (0 for None), `exit_code` of a NeoBERTError, 69 for a missing package, 74 for an
-    OSError, 130 for Ctrl-C, 141 (silently) for a closed stdout, or 1 with a traceback for any other exception. Under
-    torchrun, an error of all ranks is printed once per node. `main` should import slow and optional packages itself.
+    The code is `main`'s result (0 for None), a NeoBERTError's `exit_code`, 69 for a missing package, 74 for an OSError,
+    130 for Ctrl-C, 141 (silently) for a closed stdout, or 1 with a traceback for any other exception. Under torchrun,
+    an error that all ranks raise is printed once per node. `main` should import slow and optional packages itself.
     """
     print_warnings_as_sentences()
     try:
@@ -206,7 +206,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 
 def explain(error: BaseException) -> tuple[int, str | None]:
-    """Return the exit code and the message of an error. The message is None for a bug, which needs its traceback."""
+    """Return an error's exit code and message. The message is None for a bug, whose traceback should be printed."""
     code: int = 1
     message: str | None = None
     if isinstance(error, NeoBERTError):
@@ -227,7 +227,7 @@ def format_bug(error: BaseException) -> str:
 
 
 def print_warnings_as_sentences() -> None:
-    """Print Python warnings without file and line, unless the user asked for warnings (-W, PYTHONWARNINGS)."""
+    """Print Python warnings without file and line, unless the user has set -W or PYTHONWARNINGS."""
     if not sys.warnoptions:
         warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message), keep=_LAYOUT)}\n"
 
@@ -241,7 +241,7 @@ def install_command(extra: str) -> str:
 
 
 def _missing_package(module: str) -> str | None:
-    """Return a message on how to install a module, or None if it belongs to this project or to Python."""
+    """Return a message that says how to install `module`, or None if `module` belongs to this project or to Python."""
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None
@@ -259,9 +259,9 @@ def _missing_package(module: str) -> str | None:
 
 
 def _wait_for_first_rank(code: int) -> None:
-    """Let local rank 0 print an error of all ranks. torchrun then terminates the others, which end silently.
+    """Wait, so that only local rank 0 prints an error that all ranks raise. torchrun then terminates the waiting ranks.
 
-    A rank that is not terminated has an error of its own, and returns after some seconds.
+    If torchrun does not terminate this rank, only this rank has an error; return after some seconds to print it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.set_wakeup_fd(-1)  # or the run's signal thread would handle SIGTERM

@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def choose_cpu_ranks(arguments: Sequence[str], *, nodes: int) -> int:
-    """Return the largest number of ranks per node, at most one per core, with which these settings can run."""
+    """Return the largest number of ranks per node for which the settings are valid, with at most one rank per core."""
     cores = len(os.sched_getaffinity(0))
     for ranks in range(min(cores, _MOST_CPU_RANKS), 1, -1):
         with contextlib.suppress(ConfigError):
@@ -111,10 +111,10 @@ def choose_cpu_ranks(arguments: Sequence[str], *, nodes: int) -> int:
 
 
 def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: int, timeout_seconds: int) -> int:
-    """Run `script`, a file and its arguments, on the ranks of this node, and return the exit code of the run.
+    """Run `script`, a file and its arguments, on this node's ranks, and return the exit code of the run.
 
-    If a rank failed, the code is that of the first such rank: 128 + N if signal N ended it, 69 if it hung or ended
-    early with 0. Otherwise it is the code of all ranks, such as 0 or 75. After a second Ctrl-C it is 130.
+    The exit code is that of the first rank that failed: 128 + N if signal N ended the rank, 69 if the rank hung or
+    ended early with 0. If no rank failed, it is the ranks' code, such as 0 or 75. After a second Ctrl-C, it is 130.
 
     Raises:
         WorkerError: The ranks of this node have ended, but the ranks of another node neither end nor fail.
@@ -165,10 +165,10 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
 
 
 def _follow_ranks(run: "RunStatus", ranks: Mapping[int, subprocess.Popen[bytes]], failures: list["Failure"]) -> None:
-    """Wait until all ranks of the run have finished, or a rank has failed and all ranks of this node have ended.
+    """Wait until all ranks of the run have ended, or until a rank has failed and all ranks of this node have ended.
 
-    Ranks that end too early are recorded as failures. The first failure of the run is printed and appended to
-    `failures`; ranks of this node that run on after it are killed. Return early if the store is lost.
+    Ranks that end too early are recorded as failures. The run's first failure is printed and appended to `failures`.
+    This node's ranks that still run some seconds later are killed. Return early if the store is lost.
     """
     from torch.distributed import DistError
 
@@ -196,9 +196,9 @@ def _follow_ranks(run: "RunStatus", ranks: Mapping[int, subprocess.Popen[bytes]]
 
 
 def _record_early_end(run: "RunStatus", rank: int, code: int) -> None:
-    """Record the failure of a rank whose process has ended with this code, unless it has finished.
+    """Record a failure if a rank's process has ended with exit code `code` before the rank has finished.
 
-    A forwarded stop signal kills a rank only before its handlers are installed, when nothing can be lost.
+    If a forwarded stop signal killed the rank, its handlers were not yet installed: exit code 75, as nothing is lost.
     """
     from megatron_neobert.runtime.watcher import REMEDY, Failure
 
@@ -213,7 +213,10 @@ def _record_early_end(run: "RunStatus", rank: int, code: int) -> None:
 
 
 def _rendezvous(node: Node, *, nproc: int, timeout_seconds: int) -> "TCPStore":
-    """Wait until all nodes of a run can start, and return its store, which node 0 serves."""
+    """Wait until all nodes of a run are ready, and return the run's store, which node 0 serves.
+
+    Raise ConnectionError after `timeout_seconds`, or LauncherError if the nodes' variables contradict each other.
+    """
     from torch.distributed import DistError
 
     where = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
@@ -253,7 +256,7 @@ def _rendezvous(node: Node, *, nproc: int, timeout_seconds: int) -> "TCPStore":
 
 
 def _leave(node: Node, store: "TCPStore") -> None:
-    """Tell node 0 that this node no longer needs the store. Node 0 waits for all nodes, because it serves the store."""
+    """Report that this node no longer needs the store. Node 0, which serves the store, waits for all nodes."""
     from torch.distributed import DistError
 
     with contextlib.suppress(DistError):

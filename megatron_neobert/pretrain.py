@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def train(settings: "Settings", watcher: "Watcher") -> int:
-    """Prepare torch and Megatron, train, and return the exit code of `main`. Collective: all ranks."""
+    """Prepare torch and Megatron, train, and return the exit code for `main`. Collective: all ranks."""
     # Inductor would start a process per core in each rank, and all ranks compile at the same time.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if settings.parallel.tensor_model_parallel_size > 1:

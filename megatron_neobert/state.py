@@ -16,7 +16,7 @@ from megatron_neobert.model.neobert import NeoBERTModel
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Sums over the tokens of one or more steps, over all ranks."""
+    """Sums over the tokens of one or more steps on all ranks."""
 
     loss: float = 0.0  # nats, summed over the masked tokens
     masked_tokens: float = 0.0
@@ -41,7 +41,7 @@ class MetricSums:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Facts that only one rank can see. Each field is reduced to the largest value over all ranks."""
+    """Facts that only one rank can observe. Ranks share the largest value of each field."""
 
     stop_code: int = 0  # of `requested_stop` in runtime/signals.py
     is_saving: int = 0  # 1 while the rank writes its part of a checkpoint
@@ -79,7 +79,7 @@ class LoopControl:
 
 @dataclass
 class Run:
-    """Everything that training changes. The loop replaces `state` and the callbacks; other fields change in place."""
+    """State of training on this rank. The loop replaces `state` and the callbacks; other objects change in place."""
 
     settings: Settings
     device: torch.device

@@ -23,7 +23,7 @@ _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Escape control, format, surrogate and line-separator characters like `\\x1b`, except joiners and `keep`."""
+    """Escape control, format, surrogate and line-separator characters as in `\\x1b`. Joiners and `keep` stay."""
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)
@@ -33,12 +33,12 @@ def visible(text: str, *, keep: str = "") -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return the text without the user, password and query of its URLs. A query can contain a signature."""
+    """Remove user, password and query from the URLs in a text. A query can contain a signature."""
     return _QUERY.sub(r"\1", _USER.sub("", text)) if "/" in text else text
 
 
 def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text. Raise ValueError for other text, deep nesting, or over 4,300 digits.
+    """Parse a JSON text. Raise ValueError for any other text, for deep nesting, and for numbers over 4,300 digits.
 
     Args:
         pairs: Builds each object from its (key, value) pairs. None builds a dict with the last value of each key.
@@ -50,7 +50,7 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], An
 
 
 def counted(number: int, singular: str, plural: str | None = None) -> str:
-    """Return `1 file` or `2 files`."""
+    """Format a number with its noun, such as `1 file` or `2 files`."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
@@ -61,7 +61,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def percent(share: float, *, digits: int = 1) -> str:
-    """Return `12.3 %` for 0.1234."""
+    """Format a share as a percentage, such as `12.3 %` for 0.1234."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -88,7 +88,7 @@ def in_bytes(size: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from 10 days on, as `10.5 d`."""
+    """Format a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from 10 days on, as `10.5 d`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
