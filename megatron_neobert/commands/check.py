@@ -89,7 +89,7 @@ def show(findings: Iterable[Finding]) -> bool:
 
 
 def package_findings() -> Iterator[Finding]:
-    """Yield the version of Python, and a problem for each package that is missing or outside its range."""
+    """Yield the version of Python, and a problem for each package that is missing or has an unsuitable version."""
     yield Finding(f"Python {platform.python_version()}", sys.executable)
     try:
         from packaging.requirements import Requirement
@@ -122,7 +122,7 @@ def folder_findings(save: Path) -> Iterator[Finding]:
 
 
 def torch_findings() -> Iterator[Finding]:
-    """Yield findings on the build of torch, its use of the GPUs, each compiled package, and the kernels by precision.
+    """Yield findings about torch and its GPUs, about each compiled package, and about the kernels for each precision.
 
     A broken torch can raise any exception.
     """

@@ -85,7 +85,7 @@ def print_summary(corpus: "Corpus") -> None:
 
 
 def print_inputs(corpus: "Corpus") -> None:
-    """Print a row per input file: number of its first document, documents, tokens, share of all tokens, and name."""
+    """Print a row per input file: first document's number, document count, token count, share of all tokens, name."""
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():

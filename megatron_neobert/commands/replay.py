@@ -32,7 +32,7 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
     """Compute losses and gradient of one iteration again; flags of `neobert train` replace the settings of the run.
 
     Weights and data position come from the newest checkpoint before that iteration. If all checkpoints are later, the
-    run starts with initial weights at its first iteration. The batches in between are packed, but not trained on. The
+    initial weights and the start of the data are used. The batches in between are packed, but not trained on. The
     results are printed. Weights are not updated and no file is written.
 
     --checkpoint-iteration takes the weights of another checkpoint. A run that ends because its last updates were

@@ -97,7 +97,7 @@ class RankPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Packed sequences of all ranks for one iteration. Their tokens have not been read."""
+    """Packed sequences of all ranks for one iteration. No token has been read yet."""
 
     phase: BatchPhase
     packed: PackedSequences

@@ -93,7 +93,7 @@ def _split_sources(
     """Return the sources for training and for validation. Components that hold out nothing have no validation source.
 
     Raise ConfigError for a malformed `split`, and DataError if a component has no document for training, or if its
-    filters choose none of its held-out documents.
+    filters choose no held-out document.
     """
     training: list[Source] = []
     validation: list[Source] = []
@@ -148,7 +148,7 @@ def _choose(
 
 
 def _hash(components: Sequence[Component], sources: Sequence[Source]) -> str:
-    """Return a SHA-256 (hex) over documents, filters and weights, or over documents only for one unfiltered corpus."""
+    """Return a SHA-256 (hex) over documents, filters and weights. For one unfiltered corpus, only documents count."""
     if len(components) == 1 and not components[0].is_filtered:
         return sources[0].corpus.manifest.documents_sha256
     lines = []

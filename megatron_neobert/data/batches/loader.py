@@ -40,7 +40,7 @@ class _WorkerBatches(IterableDataset[RankBatches]):
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches. Yield an error, too, because DataLoader adds a traceback to raised errors."""
+        """Yield this worker's batches. An error is yielded, not raised, because DataLoader would add a traceback."""
         worker = get_worker_info()
         assert worker is not None
         try:

@@ -74,7 +74,7 @@ def mask_tokens(
     Args:
         tokens_t: Token ids of the micro-batch.
         segments: Segments of the micro-batch in order, with at least one token each.
-        positions_n: Index in tokens_t of each segment's first text token, which follows its [CLS] if it has one.
+        positions_n: Index in tokens_t of each segment's first text token, after the segment's [CLS] if any.
         mask_prob: Share of the tokens to select, from 1/65,536 to 1.
         seed: In [0, 2^64).
     """

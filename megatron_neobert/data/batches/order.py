@@ -130,7 +130,7 @@ def permute(
     Args:
         indices: Positions in [0, size).
         size: Number of documents, from 1 to below 2^62.
-        item: In [0, 2^62), one for all indices or one per index. Seed, epoch and item determine the order.
+        item: In [0, 2^62), a single value or one per index. Seed, epoch and item determine the order.
 
     Returns:
         int64 array of the same shape as `indices`. In one order, distinct positions give distinct documents.

@@ -135,7 +135,7 @@ def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
 def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: str) -> PackedSequences:
     """Join a window's documents (at least one) end to end, and cut the result into sequences of `seq_length` tokens.
 
-    Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.
+    Each document gets one [CLS] and one [SEP], even if cut. Only the last sequence of the window can be shorter.
     `long_documents` is "truncate" (keep the first `seq_length - 2` tokens of each document) or "chunk" (keep all).
     """
     lengths_n = documents.lengths_n.astype(np.int64)

@@ -47,8 +47,8 @@ def draw_words(
 
     Args:
         seed: In [0, 2^64).
-        epoch: In [0, 2^32); one for all indices or one per index.
-        item: Number of a document or window, in [0, 2^62); one for all indices or one per index.
+        epoch: In [0, 2^32); a single value or one per index.
+        item: Number of a document or window, in [0, 2^62); a single value or one per index.
         index: Position within the item, in [0, 2^32); shape [n].
 
     Returns:

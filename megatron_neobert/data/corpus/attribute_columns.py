@@ -63,7 +63,7 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 
 def join_columns(path: Path, chunks: Sequence[Path]) -> FileRecord:
-    """Join the attributes of all chunks in one Parquet file, as `write_columns` does, and return its record.
+    """Join the attributes of all chunks in one Parquet file, as `write_columns` does, and return the file's record.
 
     `chunks` are files that contain results of `pack_columns`, in document order.
     """

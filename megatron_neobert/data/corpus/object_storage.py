@@ -228,7 +228,7 @@ class RemoteFile:
         return self._folder / str(number)
 
     def load(self, number: int) -> bytes:
-        """Return block `number` from the cache. Fetch it into the cache first if it is missing or damaged there.
+        """Return block `number` from the cache. If the block is missing or damaged there, fetch the block first.
 
         Raise DataError if the remote file was replaced after this object had been created.
         """
@@ -252,7 +252,7 @@ class RemoteFile:
         return content
 
     def _read_cached(self, number: int) -> bytes | None:
-        """Return a block from the cache and mark it as used now. Return None if it is missing or damaged there."""
+        """Return a cached block, and mark the block as used now. Return None if the block is missing or damaged."""
         # Another process may remove the block at any time.
         try:
             stored = self.path(number).read_bytes()

@@ -99,7 +99,7 @@ class Corpus:
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[Any]:
-        """Return the token ids of segments of documents, concatenated in one new array of the corpus's dtype.
+        """Return the token ids of document segments, concatenated in one new array of the corpus's dtype.
 
         Segment i is lengths[i] tokens of documents[i], from token starts[i] on, and must be within the document. Raise
         DataError if the index contradicts itself about a document, or an id may not occur in a document.
@@ -186,7 +186,7 @@ class Corpus:
         return self.manifest.describe() | rows
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
-        """Raise DataError if the corpus was written with another tokenizer, or its manifest was changed."""
+        """Raise DataError if the corpus was written with another tokenizer, or the manifest was edited."""
         manifest = self.manifest
         if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise DataError(

@@ -151,7 +151,7 @@ class MappedShard:
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return each document's byte offset in the .bin and length in tokens. Documents are numbered within the shard.
 
-        Raise DataError if a document has no token, or does not end where the next one begins.
+        Raise DataError if a document has no token, or does not end where the next document begins.
         """
         begins, lengths = self.pointers[documents], self.lengths[documents]
         # After the last pointer comes the first boundary, which is 0.

@@ -104,10 +104,10 @@ def write_corpus(
 
     Args:
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order. At least one
-            has a document.
+            chunk contains a document.
         files: Final paths. No other process may use PREFIX.partial, which contains the chunks' files.
         dtype: Dtype of the ids; None for the result of `token_dtype`.
-        shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
+        shard_bytes: Largest size of a .bin, unless a single chunk is larger. None writes a single shard.
         runner: Writes the corpus shards; None writes one shard after the other.
         text_key: Recorded in the manifest, as are `filters` and `quarantined`; see `Manifest`.
     """

@@ -78,10 +78,10 @@ def pair_by_rare_ngrams(
     is_joined: NDArray[np.bool_],
     ngram: int,
 ) -> NDArray[np.int64]:
-    """Pair documents of the same family that share rare n-grams. Return indices, [pairs, 2], the lower one first.
+    """Pair documents of the same family that share rare n-grams. Return indices, [pairs, 2], lower index first.
 
-    Each document that is not joined is paired with the few documents that contain most of its rarest n-grams. An
-    n-gram counts more if fewer documents contain it.
+    Each document that is not joined is paired with the few documents that share the most of its rarest n-grams.
+    An n-gram in fewer documents has a larger weight.
 
     Args:
         ids: Concatenated token ids of the documents, which are sorted by family.

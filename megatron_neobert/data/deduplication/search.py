@@ -77,7 +77,7 @@ class SearchedDocuments:
 def begin(
     settings: SearchSettings, folder: JobFolder, documents: SearchedDocuments, recorded: Mapping[str, Any]
 ) -> None:
-    """Start or resume a search; `recorded` are its settings.
+    """Start or resume a search. `recorded` are the settings that a resumed search must repeat.
 
     Raise OutputError if `output` exists but is not a drop list, or if `output` exists and the run neither overwrites
     nor resumes.
@@ -145,7 +145,7 @@ def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
 
 
 def open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
-    """Open the corpora. Raise DataError if their tokenizers differ, and ConfigError if two have the same documents."""
+    """Open the corpora. Raise DataError if their tokenizers differ, and ConfigError if two corpora are equal."""
     corpora = [Corpus(prefix) for prefix in prefixes]
     for first, second in combinations(corpora, 2):
         expected, found = first.manifest.tokenizer_fingerprint, second.manifest.tokenizer_fingerprint

@@ -39,7 +39,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of an input file that one task reads: the whole file or its range [start, end).
+    """Part of an input file that one task reads: the whole file or a range [start, end).
 
     The unit of the range is a row of a Parquet file, or a byte of an uncompressed file of lines.
     """

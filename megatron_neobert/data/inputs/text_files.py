@@ -126,8 +126,8 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 def read_records(stream: InputReader, *, separator: bytes, limit: int) -> Iterator[list[bytes]]:
     """Yield the records between the separators in groups. An empty record at the end of the stream is left out.
 
-    A record of more than `limit` bytes is cut while it is read, so that it never takes more memory. The yielded
-    beginning is still longer than `limit`, so callers can reject it. Raise DamagedStream if the stream is damaged.
+    A record of more than `limit` bytes is cut while it is read, which bounds the memory. The yielded beginning is
+    still longer than `limit`, so callers can reject the record. Raise DamagedStream if the stream is damaged.
     """
     kept_bytes = max(limit + 1, RAW_BYTES)  # of a record that is too long
     rest = b""  # beginning of the next record

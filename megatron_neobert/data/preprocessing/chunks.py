@@ -173,5 +173,5 @@ _loaded: dict[tuple[str, bool], Encoder] = {}
 
 
 def cache_encoder(encoder: Encoder) -> None:
-    """Store a loaded encoder, so that this process's jobs use it and load none."""
+    """Store a loaded encoder, so that the jobs of this process do not load another."""
     _loaded[encoder.tokenizer.fingerprint, encoder.is_reference] = encoder

@@ -77,7 +77,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
 
 @cache
 def load_filter(source: FilterSource) -> Filter:
-    """Import and return the function, once per process. Raise DataError if its file changed since `source` was made."""
+    """Import and return the function, once per process. Raise DataError if the file changed since `source` was made."""
     if sha256_of(Path(source.file)) != source.sha256:
         raise DataError(f"{source.file} has changed since the run started; start again")
     # The user names this file on the command line, so its code may be executed.

@@ -199,7 +199,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
-    """Raise DataError if `damaged` is not empty. With --quarantine, raise it only if all input files are damaged.
+    """Raise DataError if `damaged` is not empty. With --quarantine, raise only if all input files are damaged.
 
     `damaged` maps the label of each damaged input file to the reason.
     """
