@@ -47,9 +47,9 @@ class ClassifyTask(Task):
         return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
     def score(self, prediction: Any, encoded: Dataset) -> Scores:
-        """Return the accuracy of predictions [rows, classes], and their mean F1 over all classes of the head.
+        """Return accuracy and macro_f1 of predictions [rows, classes]. macro_f1 is the mean F1 of the head's classes.
 
-        F1 of a class without rows and predictions is 0.
+        The F1 of a class without rows and predictions is 0.
         """
         logits, labels = prediction.predictions, prediction.label_ids
         # -1 is no class: outputs that are not finite count as wrong.
@@ -62,7 +62,7 @@ class ClassifyTask(Task):
 def run_classify(options: ClassifyOptions) -> Path:
     """Execute the unfinished runs, draw the figures, and return OUTPUT/MODEL, the folder with classify.json and .md.
 
-    Raises MissingInputError without a dataset, and DataError if a dataset has one class only.
+    Raises MissingInputError if there is no dataset, and DataError if a dataset has only one class.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     tasks = [
@@ -81,7 +81,7 @@ def run_classify(options: ClassifyOptions) -> Path:
 
 
 def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -> None:
-    """Draw confusion.png of a finished task from predictions for the last split, unless the weights were removed."""
+    """Draw confusion.png for a task's last split. Do nothing if no sweep is finished or its weights were removed."""
     sweep = last_sweep(folder, "classify", task.name, fingerprint(options.model))
     if sweep is None or sweep["kept"] is None:
         return
@@ -104,9 +104,9 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
 
 
 def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:
-    """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG.
+    """Draw a confusion matrix as PNG: for each true class (a row), the share that was predicted as each class.
 
-    With many classes, only the classes of the most frequent confusions are shown.
+    With more than 16 classes, only the classes with the most frequent confusions are shown.
     """
     classes = len(task.labels)
     counts = metrics.confusion_matrix(labels, predicted, labels=range(classes))
@@ -127,9 +127,9 @@ def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[
 
 
 def most_confused(counts: NDArray[np.integer], count: int) -> list[int]:
-    """Return the classes of the most frequent confusions, at most `count`, in increasing order.
+    """Return the indices of at most `count` classes with the most frequent confusions, in increasing order.
 
-    `counts` has the number of rows by true class and predicted class [classes, classes].
+    `counts[i, j]` is the number of rows of class i that were predicted as class j.
     """
     order = np.argsort(-(counts - np.diag(counts.diagonal())), axis=None, kind="stable").tolist()
     by_confusion = dict.fromkeys(label for confusion in order for label in divmod(confusion, len(counts)))

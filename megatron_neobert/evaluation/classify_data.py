@@ -23,7 +23,7 @@ _WHOLE_FLOAT = re.compile(r"^(-?(?:0|[1-9]\d*))\.0+$")
 def read_datasets(options: ClassifyOptions) -> Iterator[tuple[str, dict[str, Rows]]]:
     """Yield (name, {split: rows}) for each dataset that the options choose.
 
-    Raises MissingInputError without a dataset, and DataError if a dataset has one class only or cannot be used.
+    Raises MissingInputError if there is no dataset, and DataError if a dataset has only one class or cannot be used.
     """
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
     if not names:
@@ -39,14 +39,14 @@ def read_datasets(options: ClassifyOptions) -> Iterator[tuple[str, dict[str, Row
 
 
 def labels_of(splits: dict[str, Rows]) -> list[str]:
-    """Return the names of the classes of a dataset, sorted."""
+    """Return a dataset's class names, sorted."""
     return sorted({label for rows in splits.values() for label in rows.labels})
 
 
 def find_datasets(data_dir: Path) -> list[str]:
-    """Return the names of files with rows and of folders with a training set.
+    """Return the names of all datasets in `data_dir`: data files, and folders that contain a training set.
 
-    Raise DataError if `data_dir` itself has a training set, whose splits would be datasets of their own.
+    Raise DataError if `data_dir` itself contains a training set, because each split would be taken for a dataset.
     """
     files = {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in data_dir.iterdir() if path.suffix in _ENDINGS}
     if "train" in files:
@@ -60,11 +60,11 @@ def find_datasets(data_dir: Path) -> list[str]:
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
 def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
-    """Return the splits of a dataset (cached): train, validation, and test if there is one. Labels are names.
+    """Return {split: rows} of a dataset (cached): train, validation and, if it exists, test. Labels are class names.
 
     Raises:
         MissingInputError: There is no such file, and no folder with a training set.
-        DataError: A row has no text or no named label, or a split has no class of the training set.
+        DataError: A row has no text or no named label, or a split shares no class with the training set.
     """
     folder = data_dir / name
     if folder.is_dir():
@@ -93,7 +93,7 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
 
 
 def _divide(rows: Dataset, splits: Sequence[str], where: Path) -> dict[str, Dataset]:
-    """Return {split: rows}: for each of `splits` a tenth, chosen by a hash of the text, and the rest as "train"."""
+    """Give each of `splits` a tenth of the rows, chosen by a hash of the text. Return {split: rows} with "train"."""
     texts, _ = columns_of(rows, [_TEXTS[0], _LABEL], str(where))
     digits = np.array([int.from_bytes(hashlib.sha256(str(text).encode()).digest()[:8], "big") % 10 for text in texts])
     chosen = {split: digits == tenth for tenth, split in enumerate(splits)} | {"train": digits >= len(splits)}

@@ -42,11 +42,11 @@ SPLIT_NAMES = {
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Check that a path refers to no data elsewhere, then run the `with` block.
+    """Check that the files in `path` refer to no data elsewhere, then run the `with` block.
 
     The data files that README.md, .huggingface.yaml and state.json name must be relative paths without `..`. Raises
-    DataError for another name, and if `path` is or contains a pipe, a socket or a device. A path that does not exist is
-    accepted. A NeoBERTError of the block is not changed. Every other exception becomes a DataError.
+    DataError for any other name, and if `path` is or contains a pipe, a socket or a device. A path that does not exist
+    is accepted. A NeoBERTError in the block is not changed. Every other exception becomes a DataError.
     """
     try:
         for entry in (path, *sorted(path.rglob("*"))):
@@ -67,7 +67,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _check_names(file: Path, value: Any) -> None:
-    """Raise DataError if a string in nested lists and dict values is a URL, starts with / or ~, or has a part `..`."""
+    """Raise DataError if a string in `value`, at any depth, is a URL, begins with / or ~, or contains `..`."""
     if isinstance(value, str) and (
         "://" in value or value.startswith(("/", "~")) or ".." in PurePosixPath(value).parts
     ):
@@ -77,7 +77,7 @@ def _check_names(file: Path, value: Any) -> None:
 
 
 def read_yaml(flag: str, path: Path, type_: Any, *, remedy: str) -> Any:
-    """Return the content of a YAML file as `type_`, in which a number may be a string: YAML 1.1 reads 1e-3 as one.
+    """Return the content of a YAML file as `type_`. Numbers may be written as strings: YAML 1.1 reads 1e-3 as a string.
 
     Raises MissingInputError if the file does not exist, and ConfigError if its content is not of this type. The
     messages begin with `flag` or the path, and end with `remedy`.
@@ -98,16 +98,16 @@ def read_split(
 ) -> datasets.Dataset | None:
     """Return one split of a data set, or None if the folder does not exist or does not have the split.
 
-    One name after the other is tried. The first of these that exists is read: NAME.parquet, NAME.jsonl, NAME.csv with a
-    header, or a folder NAME that `datasets` saved. Files NAME-00000-of-00002.parquet and so on are joined. Otherwise,
-    the split is read from `folder` itself if `datasets` saved all splits there. Raises DataError if a file is damaged,
-    has two columns of one name, is a pipe, a socket or a device, or refers to files elsewhere.
+    The names are tried in order. The first file that exists is read: NAME.parquet, NAME.jsonl, NAME.csv with a header,
+    or a folder NAME that `datasets` saved. Files NAME-00000-of-00002.parquet and so on are joined. If none exists, the
+    split is read from `folder` itself, provided that `datasets` saved all splits there. Raises DataError if a file is
+    damaged, has two columns with the same name, is a pipe, a socket or a device, or refers to files elsewhere.
 
     Args:
         names: Names under which the split may be stored, the preferred one first.
-        columns: Columns that are used. Others of JSON lines and CSV may have values of any type, and are empty.
-        texts: Columns whose cells are read with `to_text`, so that a value is the same string in every format. Classes
-            that a saved data set or a Parquet file names stay numbers.
+        columns: Columns that are used. All other columns of JSON lines and CSV files are returned empty.
+        texts: Columns that are read as strings from JSON lines (with `to_text`) and from CSV. Columns of Parquet files
+            and saved data sets keep their types.
         tagged: Instead of CSV, read CoNLL text from NAME, NAME.txt, .conll, .bio, .iob, .iob2 or .tsv.
     """
     if not folder.is_dir():
@@ -154,9 +154,9 @@ def _read_table(path: Path, columns: Sequence[str], texts: Sequence[str]) -> pya
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the object of each line with the types that JSON has: a string that looks like a date is a string.
+    """Yield the JSON object in each line. Values keep their JSON types: a string that looks like a date is a string.
 
-    Empty lines are skipped. Raises DataError with the number of a line that is not a JSON object, or is not UTF-8.
+    Empty lines are skipped. Raises DataError, with the line number, if a line is not a JSON object or not UTF-8.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -173,7 +173,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_text(value: Any) -> str:
-    """Return a cell as text, "1" for 1 and 1.0, "true" for True, and "" for a cell without a value or with several."""
+    """Return a cell as text: "1" for 1 and 1.0, "true" for True, and "" for None, NaN, lists and dicts."""
     if value is None or isinstance(value, (list, dict)) or value != value:  # NaN
         return ""
     if isinstance(value, bool):
@@ -196,7 +196,7 @@ def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list
 
 
 def _read_tagged_text(path: Path) -> datasets.Dataset:
-    """Return one row per sentence of a CoNLL file: tokens has the first field of each line, ner_tags the last one.
+    """Return one row per sentence of a CoNLL file: tokens are the lines' first fields, ner_tags the last fields.
 
     Empty lines, and lines that begin with -DOCSTART- or `# id `, separate sentences. Raises DataError if another line
     has only one field, or the file is not UTF-8.
@@ -237,7 +237,7 @@ class Rows:
     digest: str  # of all values
 
     def select(self, limit: int | None) -> "Rows":
-        """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""
+        """Return at most `limit` rows (None: all), evenly spaced because files are often sorted by source."""
         count = len(self.labels)
         if limit is None or count <= limit:
             return self
@@ -248,7 +248,7 @@ class Rows:
 
 
 def digest_of(rows: datasets.Dataset, names: Sequence[str]) -> str:
-    """Return 16 hex digits of a hash of column names and of values in row order, however rows are split into files."""
+    """Return 16 hex digits of a hash over column names and ordered rows. The split into files has no effect."""
     digest = hashlib.sha256(json.dumps(list(names)).encode())
     table = rows.with_format("arrow")
     for start in range(0, len(rows), _ROWS_PER_HASH):

@@ -131,7 +131,7 @@ def build_arguments(
 ) -> SentenceTransformerTrainingArguments:
     """Return the arguments of sentence-transformers' trainer. Under torchrun, this also starts the process group.
 
-    The trainer writes to `checkpoints`. With `autocast`, it computes in bfloat16. Raises ConfigError if this process
+    The trainer writes to `checkpoints` and, with `autocast`, computes in bfloat16. Raises ConfigError if this process
     sees several GPUs.
     """
     arguments = SentenceTransformerTrainingArguments(
@@ -164,7 +164,7 @@ def build_arguments(
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most steps, a subfolder `checkpoint-*`, or None if there is none.
+    """Return the subfolder `checkpoint-*` with the most steps among complete checkpoints, or None if there is none.
 
     A checkpoint is complete if its `trainer_state.json` is readable, because the trainer writes this file last.
     """
@@ -177,13 +177,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 class _Trainer(SentenceTransformerTrainer):
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
-        """Write no model card: it would contain texts of the datasets and local paths."""
+        """Disable the model card, which would contain texts of the datasets and local paths."""
 
 
 def build_prompts(sources: Mapping[str, DatasetSettings], training: TrainingSettings) -> dict[str, dict[str, str]]:
-    """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`.
+    """Return {dataset: {column: prompt}}. The result is empty for `instructions: none`.
 
-    The prompt of an empty instruction is empty.
+    A prompt is the dataset's instruction followed by the separator; for an empty instruction, the prompt is empty.
     """
     columns = {"none": (), "query": ("query",), "both": ("query", "document")}[training.instructions]
     instructions = {key: source.instruction for key, source in sources.items()}
@@ -194,10 +194,10 @@ def build_prompts(sources: Mapping[str, DatasetSettings], training: TrainingSett
 def build_loss(
     model: SentenceTransformer, temperature: float, gradient_cache: int | None, *, dimensions: Sequence[int] = ()
 ) -> torch.nn.Module:
-    """Return the InfoNCE loss; with `gradient_cache` it computes that many texts at a time.
+    """Return the InfoNCE loss. With `gradient_cache`, the loss computes that many texts at a time.
 
-    With `dimensions`, the losses of embeddings cut to each of them are added (Matryoshka, arXiv 2205.13147). Raises
-    ConfigError if one is larger than the embeddings.
+    With `dimensions`, the loss is summed over full embeddings and embeddings cut to each of these sizes (Matryoshka,
+    arXiv 2205.13147). Raises ConfigError if a size is larger than the embeddings.
     """
     loss: torch.nn.Module = MultipleNegativesRankingLoss(model, scale=1 / temperature)
     if gradient_cache is not None:
@@ -211,7 +211,7 @@ def build_loss(
 
 
 def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> InformationRetrievalEvaluator:
-    """Return the evaluator that searches the positive of each query among all positives and negatives of the pairs."""
+    """Return an evaluator that searches each query's positive among all positives and negatives in `pairs`."""
     rows = pairs.to_list()
     documents = dict.fromkeys(text for row in rows for text in (row["positive"], *row["negatives"]))
     relevant: dict[str, set[str]] = {}
@@ -239,8 +239,8 @@ def train(
 ) -> dict[str, Any] | None:
     """Train, or resume from the newest checkpoint in `arguments.output_dir`. Rank 0 then writes the folder `final`.
 
-    Return the results for the JSON record, with losses in nats, on rank 0, and None on other ranks. With `validation`,
-    nDCG@10 of its pairs is measured when a checkpoint is saved.
+    Rank 0 returns the results for the JSON record, with losses in nats; other ranks return None. If `validation` is
+    given, nDCG@10 on these pairs is measured whenever a checkpoint is saved.
 
     An existing folder `final` is replaced. The call sets the batch sampler and the prompts of `arguments`, and ends the
     process group. Collective: all processes of a torchrun.
@@ -305,9 +305,9 @@ def train(
 
 
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
-    """Write the model to the folder `final`, whole or not at all, with a record that lets a later call replace it.
+    """Write the model to the folder `final`, whole or not at all. A record file lets a later call replace the folder.
 
-    Tokenizer and code are copied from `source`, the folder before fine-tuning.
+    The tokenizer files are copied from `source`, the folder before fine-tuning.
     """
     temporary = temporary_path(final)
     create_folder(temporary)

@@ -64,7 +64,7 @@ class DatasetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ContrastiveConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the YAML file. Without datasets, all files of --data-dir are used."""
+    """Content of the YAML file. If `datasets` is empty, all files in --data-dir are used."""
 
     datasets: dict[Annotated[str, Meta(pattern=_KEY)], DatasetSettings] = field(default_factory=dict)
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -82,10 +82,10 @@ _FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [
 
 
 def find_pairs(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
-    """Return {key: file} of the datasets and of the held-out pairs, whose key is VALIDATION, sorted by key.
+    """Return {key: file}, sorted by key, for the datasets and, under the key VALIDATION, for the held-out pairs.
 
-    The file is KEY.parquet in `data_dir`, or KEY.jsonl if that does not exist. Without keys, all these files are
-    datasets. Raises MissingInputError if a dataset has no file, or ConfigError if a file name is no key.
+    Each file is KEY.parquet in `data_dir` or, if that is missing, KEY.jsonl. If `keys` is empty, all these files are
+    datasets. Raises MissingInputError if a dataset has no file, or ConfigError if a file name is not a valid key.
     """
     # Sorted, so that the order of the YAML file does not affect a run.
     files = sorted(data_dir.glob("*.jsonl")) + sorted(data_dir.glob("*.parquet"))
@@ -134,7 +134,7 @@ def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
 
 
 def without_held_out(pairs: datasets.Dataset, held_out: datasets.Dataset, name: str) -> datasets.Dataset:
-    """Return the pairs that have no query of the held-out pairs as query or positive; print how many were dropped.
+    """Drop pairs whose query or positive is a query of the held-out pairs. Print their number; return the other pairs.
 
     Documents may be shared, as in every retrieval corpus. Raises DataError if no pair is left; `name` is for messages.
     """
@@ -174,15 +174,15 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def draw_datasets(sizes: Sequence[int], *, alpha: float, batches: int, seed: int) -> np.ndarray:
-    """Return the index of the dataset of each batch, given the pairs per dataset."""
+    """Draw a dataset for each batch, with p ~ size^alpha. Return dataset indices. `sizes` are pairs per dataset."""
     weights = np.asarray(sizes, dtype=np.float64) ** alpha
     return np.random.default_rng([seed, 0]).choice(len(sizes), size=batches, p=weights / weights.sum())
 
 
 class PlannedBatchSampler(MultiDatasetDefaultBatchSampler):
-    """Yields `batches` batches as indices into the concatenated datasets. The trainer constructs it.
+    """Sampler of `batches` batches, as indices into the concatenated datasets. The trainer constructs the sampler.
 
-    `batch_sizes` has the pairs per batch of each dataset, by its name for messages, in the order of the datasets.
+    `batch_sizes` maps each dataset's name (for messages) to its pairs per batch, in the order of the datasets.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class PlannedBatchSampler(MultiDatasetDefaultBatchSampler):
 
 
 class _TextColumns:
-    """View of a dataset of pairs with one column per text, as NoDuplicatesBatchSampler reads it."""
+    """View of a dataset of pairs with one column per text, the format that NoDuplicatesBatchSampler reads."""
 
     column_names: ClassVar[list[str]] = []  # the sampler looks for label columns here
 
@@ -255,7 +255,7 @@ def distinct_batches(pairs: Any, batch_size: int, *, seed: Sequence[int], name: 
 
 
 class PairCollator(SentenceTransformerDataCollator):
-    """Tokenizes a batch into the columns query and document.
+    """Collator that tokenizes a batch into the columns query and document.
 
     The documents are the positives in the order of the queries, then all negatives of the batch. The losses match the
     first documents to the queries and use all documents as candidates, so pairs may have different numbers of

@@ -91,7 +91,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, prediction: Any, encoded: Dataset) -> Scores:
-        """Return the scores of transformers' EvalPrediction for an encoded split, as fractions of 1."""
+        """Return {metric: score}, in fractions of 1. `prediction` is transformers' EvalPrediction for `encoded`."""
 
     def load(self, folder: Path, attention: str | None = None) -> Any:
         """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
@@ -130,7 +130,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Run:
-    """One point on one task. Instances can be pickled."""
+    """One fine-tuning run: a task with one choice of hyperparameters. Instances can be pickled."""
 
     task: Task
     point: Point
@@ -153,9 +153,9 @@ class Outcome:
 
 
 def fine_tune(run: Run) -> Outcome:
-    """Fine-tune, write the best weights and their tokenizer to `run.folder / WEIGHTS`, and return their scores.
+    """Fine-tune, write the best weights and the tokenizer to `run.folder / WEIGHTS`, and return these weights' scores.
 
-    `run.folder` is created, and deleted first if a killed run has left it.
+    `run.folder` is created. If a killed run has left this folder, it is deleted first.
     """
     start = time.monotonic()
     create_folder(run.folder)
@@ -185,7 +185,7 @@ def fine_tune(run: Run) -> Outcome:
 
 
 class ProgressBar(transformers.TrainerCallback):
-    """Progress bar of the steps of a run, with the time that all runs of the task may still take."""
+    """Progress bar over a run's steps, with the time that all runs of the task may still take."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -216,7 +216,7 @@ def seconds_left(run: Run, elapsed_seconds: float, *, done: float) -> float:
 class PaperTrainer(transformers.Trainer):
     """Trainer with the paper's optimizer, learning-rate schedule, evaluations and early stopping.
 
-    `splits` has the encoded splits of the task, and `scores_by_step` the scores of the validation set by step.
+    `splits` contains the task's encoded splits, and `scores_by_step` maps steps to scores on the validation set.
     """
 
     def __init__(self, run: Run) -> None:
@@ -248,7 +248,7 @@ class PaperTrainer(transformers.Trainer):
         assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
-        """Return the schedule of `rate_factor`. The first call creates it, for `optimizer` or the trainer's."""
+        """Return the schedule of `rate_factor`, created at the first call for `optimizer` (default: the trainer's)."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.optimizer
             assert optimizer is not None, "Trainer creates the optimizer first"

@@ -43,7 +43,7 @@ _METRICS: dict[str, Callable[[Any, Any], float]] = {
 
 @dataclass(frozen=True)
 class GlueTask(Task):
-    """One GLUE task. Without labels, it is a score from 0 to 5."""
+    """One GLUE task. If `labels` is empty, the task is to predict a score from 0 to 5."""
 
     title: str  # the benchmark's spelling, also accepted as a folder name
     text_columns: tuple[str, ...]
@@ -58,7 +58,7 @@ class GlueTask(Task):
         return read_task(data_dir, self, split)
 
     def score(self, prediction: Any, encoded: Dataset) -> Scores:
-        """Return the scores of one split by metric, as fractions of 1. MNLI's key is "accuracy" for both splits.
+        """Return {metric: score} for one split, in fractions of 1. Both splits of MNLI have the key "accuracy".
 
         An undefined score is 0. All scores are 0, with a warning, if a logit is not finite.
         """
@@ -104,7 +104,7 @@ TASKS = {task.name: task for task in _TASKS}
 def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     """Return one split of a task (cached). Warn if its number of rows differs from the benchmark's.
 
-    Raises MissingInputError if the folder of the task is missing, or does not have the split.
+    Raises MissingInputError if the task's folder, or the split in this folder, is missing.
     """
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
@@ -127,7 +127,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
-    """Return the class index of a label, or the value as float for regression. Raises DataError if it is invalid."""
+    """Return a label's class index or, for regression, its value as float. Raises DataError for an invalid value."""
     if not task.labels:
         with suppress(TypeError, ValueError):  # an empty cell is None
             if 0 <= float(value) <= 5:
@@ -163,7 +163,7 @@ def run_glue(options: GlueOptions) -> Path:
 
 
 def choose_grid(options: GlueOptions, task: str) -> Grid:
-    """Return the grid for a task: `--grid`, with the values that other options set."""
+    """Return a task's grid: the grid that `--grid` selects, with values replaced by other options."""
     if options.grid != "best":
         return GRIDS[options.grid].replace(options)
     batch_size, rate, decay = GLUE_BEST_POINTS[TASKS[task].title]
@@ -171,7 +171,7 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
 
 
 def _best_mnli(folder: Path, model: str) -> Path:
-    """Return the folder with the best weights of the last MNLI sweep that the model with this fingerprint finished.
+    """Return the folder with the best weights from the last finished MNLI sweep. `model` is the model's fingerprint.
 
     Raises ConfigError if the model has finished no MNLI sweep, and MissingInputError if the weights were removed.
     """

@@ -47,7 +47,7 @@ def key_of(unit: Unit) -> str:
 
 
 class Ledger:
-    """Finished units of one folder, from `open_ledger`. `lines` has the lines of the file by key."""
+    """Finished units of one folder, opened by `open_ledger`. `lines` maps keys to the lines of the file."""
 
     def __init__(self, path: Path, stream: IO[bytes], device: torch.device | str | None) -> None:
         self.path, self._stream, self._device = path, stream, device
@@ -73,7 +73,7 @@ class Ledger:
         return None if line is None else line["result"]
 
     def add(self, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a finished unit to the file and to `lines`, wait until it is on disk, and return its result.
+        """Append a finished unit to the file and to `lines`, wait until the file is on disk, and return the result.
 
         The returned result has passed through JSON, so tuples are lists.
         """
@@ -111,11 +111,11 @@ def lock_results(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
-    """Yield the ledger of a folder, with the folder locked as by `lock_results`.
+    """Lock a folder with `lock_results`, and yield its ledger.
 
     An incomplete last line is removed from the file. Lines that are added name the machine of `device` (None: the GPU
-    if there is one, else the CPU). Raises DataError if a complete line is not an entry, and OutputError if the last
-    line is not the beginning of an entry.
+    if there is one, else the CPU). Raises DataError if a complete line is not an entry, and OutputError if an
+    incomplete last line is not the beginning of an entry.
     """
     with lock_results(folder), open_own(folder / LEDGER) as stream:
         yield Ledger(folder / LEDGER, stream, device)
@@ -135,7 +135,7 @@ def write_record(
 ) -> None:
     """Write KIND.json, the record of one evaluation of the model in `folder`, whole or not at all.
 
-    `fingerprint` is that of the measured model; the folder may have been replaced since. `settings` has everything
+    `fingerprint` belongs to the measured model; the folder may have been replaced since. `settings` contains everything
     needed to repeat the measurement, and `origin` comes from `describe_process` or `origin_of`.
     """
     record = {
@@ -151,7 +151,7 @@ def write_record(
 
 
 def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return {"machine": ..., "versions": {package: ...}} of ledger lines. Several values are joined in one string."""
+    """Return {"machine": ..., "versions": {package: ...}} for ledger lines. Differing values are joined."""
     machines, versions = dict[str, None](), dict[str, dict[str, None]]()
     for line in lines:
         machines[line["origin"]["machine"]] = None

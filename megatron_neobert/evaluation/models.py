@@ -39,16 +39,16 @@ FLOAT32_ON_CPU = ComputeOptions(device="cpu")
 def load_model(folder: Path, auto_class: str, options: ComputeOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:
     """Return a model on `options.device`, in evaluation mode, with all weights of its encoder read from the folder.
 
-    Two parts get random weights from torch's generator: a pooler that the folder lacks, and a classification head that
-    it lacks or has with another number of labels.
+    Two parts may get random weights from torch's generator: a missing pooler, and a classification head that is missing
+    or has another number of labels.
 
     Args:
         auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
         changes: Settings that replace those of config.json, such as num_labels. Settings that the model's class lacks
             are ignored.
 
-    Raises ConversionError if another weight is missing or has another shape than in config.json, and ConfigError if
-    there is no such device.
+    Raises ConversionError if any other weight is missing or its shape differs from config.json, and ConfigError if the
+    device does not exist.
     """
     device = choose_device(options.device)
     check_folder(folder, attention=_ATTENTION)
@@ -108,8 +108,8 @@ def load_tokenizer(folder: Path) -> Any:
 def load_sentence_transformer(folder: Path, options: ComputeOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
     """Return the SentenceTransformer of a folder, with its prompts, on `options.device`.
 
-    modules.json names its modules. Without this file, the modules are the encoder and mean pooling. Texts have at most
-    `max_length` tokens, special tokens included, or fewer if the model or the folder has a lower limit.
+    modules.json lists the modules. Without this file, the modules are the encoder and mean pooling. Texts are truncated
+    to `max_length` tokens, special tokens included, or fewer if the model or the folder has a lower limit.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -187,9 +187,8 @@ def check_modules(folder: Path) -> None:
 
     The library imports any of its classes that modules.json names. Some of these classes load whole models from
     subfolders with keyword arguments that the subfolder chooses, which can enable pickles and remote attention kernels.
-    Here a folder may have a Transformer, Pooling, Dense layers and Normalize, in this order. The Transformer may have
-    no other settings than limits of the text, and a Dense layer has weights in safetensors and an activation function
-    of torch.
+    This check accepts a Transformer, Pooling, Dense layers and Normalize, in this order. The Transformer's settings may
+    only limit the text. A Dense layer must have its weights in safetensors, and an activation function from torch.
 
     Raises:
         ConversionError: A file names other modules, arguments of loaders, or prompts that are not texts.

@@ -61,7 +61,7 @@ _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that c
 
 
 def run_mteb(options: MtebOptions) -> None:
-    """Evaluate the tasks without a stored score. Write OUTPUT/MODEL/mteb.json and mteb.md, and print mteb.md.
+    """Evaluate all tasks that have no stored score. Write OUTPUT/MODEL/mteb.json and mteb.md, and print mteb.md.
 
     Raises ConfigError if --prompt-style has no effect, and MissingInputError if a task has no stored data.
     """
@@ -105,7 +105,7 @@ def run_mteb(options: MtebOptions) -> None:
 
 
 def describe_task(task: AbsTask, data_dir: Path) -> dict[str, Any] | None:
-    """Return everything that a score depends on, besides the model and the settings; None without stored data.
+    """Return everything, besides model and settings, that a task's score depends on, or None if no data is stored.
 
     The stored files are hashed, because the files of a revision can change after they were fetched.
     """
@@ -133,10 +133,10 @@ def measure_tasks(
     options: MtebOptions,
     prompts: dict[str, str],
 ) -> dict[str, float]:
-    """Return the main score of each task with a revision, as a fraction of 1, and print a line for each task.
+    """Return {task: main score as a fraction of 1} for all tasks with a revision. Print a line for each task.
 
     Scores in the cache `folder` are read, not measured again. The encoder is built before the first measurement.
-    `revisions` has the revision of the model for each task that has data.
+    `revisions` maps each task that has data to the revision of the model.
     """
     cache, encoder, scores = mteb.ResultCache(folder), None, dict[str, float]()
     for number, (name, task) in enumerate(tasks.items(), start=1):
@@ -188,7 +188,7 @@ def read_instructions(
 ) -> dict[str, str]:
     """Return the prompts of a YAML file. For each task or task type NAME, the keys are NAME and NAME-document.
 
-    Raises ConfigError if the style is `paper`, and the tokenizer lacks one of these tokens, or if the file has neither
+    Raises ConfigError if the style is `paper` and the tokenizer lacks [SEP] or [CLS], or if the file contains neither
     the name nor the type of one of the `tasks`.
     """
     content, remedy = dict[Literal["tasks", "types"], dict[str, str]], "write the keys tasks and types, each with texts"
@@ -212,7 +212,7 @@ def read_instructions(
 
 
 def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTransformerEncoderWrapper:
-    """Return the model for `mteb.evaluate`. Without `prompts`, it uses the folder's prompts `query` and `document`.
+    """Return the model for `mteb.evaluate`. If `prompts` is empty, use the folder's prompts `query` and `document`.
 
     Print a line if the model truncates texts to fewer than `options.max_length` tokens.
     """
@@ -234,10 +234,10 @@ def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTran
 
 
 def to_score(task: AbsTask, scores: Mapping[str, float]) -> dict[str, Any]:
-    """Return type, metric and score of a task, in per cent. If the score is None, "missing" has the reason.
+    """Return a task's type, metric and score in per cent. If the score is None, "missing" states the reason.
 
-    The score of an aggregate is the mean of its subtasks. `scores` has fractions of 1 by the name of each task, or of
-    each subtask of an aggregate, without an entry for a task without data.
+    The score of an aggregate is the mean of its subtasks. `scores` maps names of tasks, and of aggregates' subtasks, to
+    fractions of 1. Tasks without data have no entry.
     """
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     score, missing = None, None
@@ -254,7 +254,7 @@ def to_score(task: AbsTask, scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str]) -> list[AbsTask]:
-    """Return copies of the tasks with these names. Without names, return all tasks of the benchmark.
+    """Return copies of the tasks in `names` or, if `names` is empty, of all tasks in the benchmark.
 
     If English is the only language, a named task has the settings of the English MTEB benchmark that contains it.
     MSMARCO, for example, uses its dev split. Subsets of a named task in other languages are excluded.
@@ -325,7 +325,7 @@ def store_task(data_dir: Path, task: AbsTask) -> None:
 
 
 def load_task(data_dir: Path, task: AbsTask) -> None:
-    """Let mteb load a task from its folder. `task.unload_data` restores the task."""
+    """Make mteb load a task's data from `folder_of(data_dir, task)`. `task.unload_data` restores the task."""
     folder = folder_of(data_dir, task)
     with reading(folder):
         dataset = {**task.metadata.dataset, "path": str(folder)}

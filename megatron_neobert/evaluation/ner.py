@@ -65,7 +65,7 @@ class NerTask(Task):
 def run_ner(options: NerOptions) -> Path:
     """Execute the unfinished runs, and return OUTPUT/MODEL, the folder with ner.json and ner.md.
 
-    Raises MissingInputError without a dataset, and ConversionError if the tokenizer cannot map words to tokens.
+    Raises MissingInputError if there is no dataset, and ConversionError if the tokenizer cannot map words to tokens.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -94,7 +94,7 @@ def run_ner(options: NerOptions) -> Path:
 
 
 def find_datasets(data_dir: Path) -> list[str]:
-    """Return the folders in data_dir, one or two levels deep, that have a training set: NAME or NAME/PART."""
+    """Return the names, NAME or NAME/PART, of all folders in data_dir that contain a training set."""
     folders = [path for pattern in ("*", "*/*") for path in sorted(data_dir.glob(pattern)) if path.is_dir()]
     names = [str(path.relative_to(data_dir)) for path in folders]
     return [
@@ -104,11 +104,11 @@ def find_datasets(data_dir: Path) -> list[str]:
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
 def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
-    """Return the splits of a dataset (cached). The rows are sentences: words, and tags as text.
+    """Return {split: rows} of a dataset (cached). Each row is a sentence: its words, and its tags as text.
 
     Raises:
         MissingInputError: The folder, its training set or its validation set is missing.
-        DataError: A split has no entity type of the training set.
+        DataError: A split shares no entity type with the training set.
     """
     splits, folder, types = dict[str, Rows](), data_dir / name, dict[str, set[str]]()
     for split, split_names in SPLIT_NAMES.items():
@@ -171,7 +171,7 @@ def _to_tag(tag: Any, names: Sequence[str] | None, row: str) -> str:
 
 
 def to_tags(label_ids: NDArray[np.integer], encoded: Dataset, labels: Sequence[str]) -> list[list[str]]:
-    """Return the predicted tag of every word. Rows of label ids [rows, tokens] may have padding at their ends."""
+    """Return the predicted tag of every word. `label_ids`, [rows, tokens], may have padding at the row ends."""
     return [
         [OUTSIDE if token < 0 else labels[row_ids[token]] for token in tokens]
         for row_ids, tokens in zip(label_ids, encoded["word_tokens"], strict=True)
@@ -179,10 +179,10 @@ def to_tags(label_ids: NDArray[np.integer], encoded: Dataset, labels: Sequence[s
 
 
 def encode_sentences(rows: Rows, labels: Sequence[str], tokenizer: Any, length: int) -> Dataset:
-    """Tokenize sentences with a fast tokenizer, sorted by number of words to reduce padding.
+    """Tokenize sentences with a fast tokenizer, and sort them by word count to reduce padding.
 
-    The position of a tag in `labels` is its label id. Besides the inputs of a model, the columns are word_tokens (the
-    first token of each word, or -1) and tags. Warn if words are beyond `length` tokens.
+    A tag's label id is its position in `labels`. Besides the model's inputs, the columns are word_tokens (the first
+    token of each word, or -1) and tags. Warn if words are beyond `length` tokens.
     """
     sentences = sorted(zip(*rows.texts, rows.labels, strict=True), key=lambda sentence: len(sentence[0]))
     label_ids = {label: id for id, label in enumerate(labels)}

@@ -103,7 +103,7 @@ class ThroughputOptions(ComputeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MtebTasks:
-    """Choice of tasks of mteb."""
+    """Options that choose mteb's tasks."""
 
     benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are used", metavar="NAME")
     tasks: tuple[str, ...] = option((), "tasks of mteb instead of a benchmark", metavar="NAME")
@@ -159,9 +159,9 @@ Options = TypeVar("Options", bound=FineTuneOptions | MtebOptions | EmbedderOptio
 
 
 def with_local_model(options: Options, remedy: str) -> Options:
-    """Return the options with the folder of the model, which may be in the Hub's cache. Go offline.
+    """Return the options with `model` replaced by a local folder, which may be in the Hub's cache. Go offline.
 
-    Raise MissingInputError if there is no such model, or no --data-dir, with `remedy`.
+    Raise MissingInputError if the model or --data-dir does not exist. `remedy` is part of the message for --data-dir.
     """
     require_folder("--data-dir", options.data_dir, remedy=remedy)
     options = replace(options, model=find_model("--model", options.model))

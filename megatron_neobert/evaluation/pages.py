@@ -25,12 +25,12 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def code(text: str) -> str:
-    """Return a code block; it is indented, because a line of the text could close a fence."""
+    """Return an indented code block. A fenced block is not safe, because a line of the text could close the fence."""
     return "\n".join(f"    {visible(line)}" for line in text.splitlines())
 
 
 def figure(path: Path, caption: str) -> str:
-    """Return the Markdown of a figure in the folder of the page."""
+    """Return the Markdown for a figure whose file is in the page's folder."""
     return f"![{paragraph(caption)}]({path.name})"
 
 

@@ -24,7 +24,7 @@ _MAX_CURVES_WITH_INNER_LEGEND = 4  # a longer legend is beside the axes
 
 @dataclass(frozen=True)
 class Curve:
-    """One line, with a band and bars around it if `low` and `high` are given; each sequence has one value per x.
+    """One line, with a band and bars from `low` to `high` if these are given. Each sequence has one value per x.
 
     The marker of a point is hollow where `low` is NaN.
     """

@@ -161,7 +161,7 @@ class Scorer:
     """A masked language model and its tokenizer. Documents are truncated at `max_length` tokens."""
 
     def __init__(self, folder: Path, options: ComputeOptions, max_length: int | None = None) -> None:
-        """Load the model and its tokenizer. A `max_length` of None is the longest input that both support.
+        """Load the model and its tokenizer. If `max_length` is None, use the longest input that both support.
 
         Raises:
             ConversionError: The tokenizer has no mask token.
@@ -295,8 +295,8 @@ def select_documents(
 ) -> tuple[list[Document], Counter[str]]:
     """Read and tokenize documents in the order of the files, until `--limit` are kept, and draw the positions to mask.
 
-    Return the documents, truncated to `max_length` tokens, and the number of dropped records by reason, such as
-    repeated. Raises DataError if no document remains.
+    Return the documents, truncated to `max_length` tokens, and {reason: number of dropped records}. Raises DataError if
+    no document remains.
     """
     documents, dropped, seen, count = list[Document](), Counter[str](), set[str](), options.positions_per_doc
     for texts in read_texts(options, dropped):

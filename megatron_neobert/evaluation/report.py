@@ -185,7 +185,7 @@ def throughput(records: Sequence[Record], output: Path) -> list[str]:
 def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return {length: row of the fastest batch size}, by increasing length. `rows` come from a throughput record.
 
-    If no batch size of a length fitted into memory, its row has the smallest batch size, and `measured` is None.
+    If no batch size of a length fitted into memory, that length's row has the smallest batch size, and `measured` None.
     """
     best: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
@@ -210,7 +210,7 @@ def speed_cell(row: dict[str, Any] | None) -> str:
 
 
 def glue(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks: a table of measured scores, then the paper's, in %; best points. `output` is not used."""
+    """Return Markdown blocks: a table of measured and reported scores in %, and best points. `output` is not used."""
     reported, measured = paper.GLUE, []
     for record in records:
         tasks = record.results["tasks"]
@@ -228,7 +228,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks of ner or classify: the scores' meaning, and the best points. `output` is not used."""
+    """Return Markdown blocks for ner or classify: the scores' meaning, and the best points. `output` is not used."""
     metric, meaning = _METRICS[records[0].kind]
     note = "The validation set chooses the step and the hyper-parameters. Metrics with test_ are the test set's."
     return [paragraph(f"{meaning} {note}"), *_best_points(records, metric=metric)]
@@ -267,7 +267,7 @@ def _best_points(records: Sequence[Record], *, metric: str | None = None) -> lis
 def mteb(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks: a table of averages by category for each choice of tasks, then a table of all scores.
 
-    The paper's rows are in the table of its benchmark. `output` is not used.
+    The table for the paper's benchmark also contains the paper's rows. `output` is not used.
     """
     tables: dict[str, list[Record]] = {}  # heading (the tasks) -> records
     for record in records:
@@ -310,7 +310,7 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
 
 
 class Kind(NamedTuple):
-    """A kind of records, which all have the name of a file."""
+    """A kind of records. All records of a kind have the same file name."""
 
     title: str
     command: str  # that writes the record
@@ -335,7 +335,7 @@ KINDS = {
 def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
     """Return [Markdown warning with the names of the settings that differ within a group], or [].
 
-    Each group has the settings of records that are compared. Settings in _MAY_DIFFER are ignored.
+    Each group contains the settings of records that are compared. Settings in _MAY_DIFFER are ignored.
     """
     differing = {
         name
@@ -348,7 +348,7 @@ def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
-    """Return the mean, or None if there are no scores or one is missing: partial means are not comparable."""
+    """Return the mean, or None if `scores` is empty or contains None, because partial means are not comparable."""
     values = [score for score in scores if score is not None]
     return fmean(values) if values and len(values) == len(scores) else None
 

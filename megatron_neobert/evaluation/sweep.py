@@ -54,7 +54,7 @@ class Grid:
         ]
 
     def replace(self, options: FineTuneOptions) -> "Grid":
-        """Return the grid with the values that the options set."""
+        """Return a copy of the grid in which values set by `options` replace the grid's values."""
         names = ("batch_size", "learning_rate", "weight_decay")
         return dataclasses.replace(self, **{f"{name}s": values for name in names if (values := getattr(options, name))})
 
@@ -136,7 +136,7 @@ def _run_missing(
 ) -> None:
     """Execute the runs that the ledger lacks, and print progress on stderr.
 
-    Only the best run so far keeps its weights, and the run with the key `kept`, the best of the last finished sweep.
+    Weights are kept only for the best run so far, and for the run with the key `kept`, the last finished sweep's best.
     """
     folder, keys = ledger.path.parent / RUNS, {point: key_of(unit) for point, unit in units.items()}
     missing = [point for point, key in keys.items() if key not in ledger.lines]
@@ -161,20 +161,20 @@ def _run_missing(
 
 
 def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:
-    """Return the key of the best run whose weights exist, or None."""
+    """Return the key of the best run whose weights exist, or None if no weights exist."""
     candidates = [key for key in keys if key in ledger.lines and (ledger.path.parent / RUNS / key / WEIGHTS).is_dir()]
     return max(candidates, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
 def task_folder(folder: Path, kind: str, task: str) -> Path:
-    """Return the folder of a task's ledger and weights, in the folder of a model's results."""
+    """Return the folder for a task's ledger and weights. `folder` contains all results of a model."""
     return folder / kind / quote(task, safe="")
 
 
 def _read_record(folder: Path, kind: str, model: str) -> Record | None:
     """Return the record of a model's last finished sweeps, or None if it is missing or belongs to other weights.
 
-    `kept` of a task is the folder of its best weights, or None if the user has removed it.
+    A task's `kept` is the folder with the task's best weights, or None if the user has removed that folder.
     """
     if not (path := folder / f"{kind}.json").exists():
         return None
@@ -190,7 +190,7 @@ def _read_record(folder: Path, kind: str, model: str) -> Record | None:
 
 
 def last_sweep(folder: Path, kind: str, task: str, model: str) -> Result | None:
-    """Return the result of the last finished sweep of a task, or None if the model with this fingerprint has none."""
+    """Return the result of a task's last finished sweep, or None if `model`, a fingerprint, has finished no sweep."""
     record = _read_record(folder, kind, model)
     return record.results["tasks"].get(task) if record else None
 

@@ -30,7 +30,7 @@ def read_texts(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[li
 
 
 def no_document(options: PerplexityOptions, dropped: Counter[str]) -> DataError:
-    """Return the error that no document is left to measure, with the number of dropped records by reason."""
+    """Return a DataError for a run without documents. The message has the number of dropped records by reason."""
     reasons = ", ".join(f"{count:,} x {reason}" for reason, count in dropped.items()) or "no record"
     return DataError(
         f"--data {' '.join(options.data)} has no document to measure ({reasons}); "
