@@ -151,7 +151,7 @@ class BatchPhase:
         another, and `epoch` is not used. From a source with the share s, window k of n documents takes documents
         floor(k n s) to floor((k + 1) n s) of this order, spread evenly over the window:
 
-        - Any m consecutive windows contain floor or ceil of m n s documents of the source, for any other sources.
+        - Any m consecutive windows contain floor or ceil of m n s documents of the source, regardless of other sources.
         - n is a multiple of the sum of the weights if the sum is at most 4,096. Then every window has exact shares.
         """
         period = sum(source.weight for source in self.sources)

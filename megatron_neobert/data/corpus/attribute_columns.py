@@ -129,7 +129,7 @@ def _to_array(values: Sequence[Plain]) -> "pa.Array":
 def plain_value(value: object) -> Plain:
     """Convert a record's field to an attribute value; NaN, lists and objects become None.
 
-    Integers above 64 bits become texts, because floats would change them. Texts are cut at 1,000 characters.
+    Integers beyond int64 become texts, because floats would change them. Texts are cut at 1,000 characters.
     Values of other types, such as decimals, become texts.
     """
     if isinstance(value, np.generic):  # such as the score of a filter's classifier

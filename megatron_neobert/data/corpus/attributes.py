@@ -201,7 +201,7 @@ def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "
 
 
 def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Evaluate a condition for each row. The result is null where a missing value would decide.
+    """Evaluate a condition for each row. The result is null if it depends on a missing value.
 
     Raise ConfigError if the condition compares different types.
     """

@@ -80,7 +80,7 @@ def begin(
     """Start or resume a search. `recorded` are the settings that a resumed search must repeat.
 
     Raise OutputError if `output` exists but is not a drop list, or if `output` exists and the run neither overwrites
-    nor resumes.
+    nor resumes an unfinished run.
     """
     may_replace = settings.overwrite or (settings.resume and folder.has_begun)
     if settings.output.exists() and not may_replace:
