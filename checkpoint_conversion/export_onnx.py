@@ -82,7 +82,7 @@ def write_graphs(model: Any, folder: Path, *, int8: bool) -> dict[Path, Checks]:
 
 
 def save_graph(graph: Any, path: Path) -> None:
-    """Write an onnx_ir.Model, with weights of more than LARGEST_GRAPH_BYTES in a file beside it."""
+    """Write an onnx_ir.Model to `path`. Weights of more than LARGEST_GRAPH_BYTES are written to a second file."""
     weight_bytes = sum(weight.const_value.nbytes for weight in graph.graph.initializers.values())
     onnx_ir.save(graph, path, external_data=f"{path.name}.data" if weight_bytes > LARGEST_GRAPH_BYTES else None)
 

@@ -90,7 +90,7 @@ def _kind(backend: Backend) -> tuple[bool, str | None]:
 
 
 def _surfaces(backend: Backend) -> list[tuple[str, bool]]:
-    """Return the text of each token, and whether it begins a word."""
+    """Return (text, True if the token begins a word) for each token."""
     is_byte_level, prefix = _kind(backend)
     surfaces = []
     for token in _token_strings(backend):

@@ -206,7 +206,7 @@ class ProgressBar(transformers.TrainerCallback):
 
 
 def seconds_left(run: Run, elapsed_seconds: float, *, done: float) -> float:
-    """Return the seconds until the last run of a task ends, if no run stops early and all are as fast as this one.
+    """Return the seconds until a task's last run ends, if all runs are as fast as `run` and no run stops early.
 
     `done` is the finished share of the run's steps.
     """
@@ -319,11 +319,11 @@ def resolve_device(options: Options) -> Options:
 
 
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
-    """Yield every run with its outcome, in the order in which they finish.
+    """Execute the runs, and yield each run with its outcome when the run ends.
 
     With several runs and `jobs` > 1, up to `jobs` worker processes execute them, each on one GPU. Otherwise, this
-    process executes them. If a run fails or the generator is closed, all workers are killed. Raises ChildProcessError
-    if a worker died, most often because memory ran out.
+    process executes the runs. If a run fails or the generator is closed, all workers are killed. Raises
+    ChildProcessError if a worker died, most often because memory ran out.
     """
     try:
         with JobRunner(JobOptions(workers=jobs)) as runner:

@@ -43,9 +43,9 @@ def load_model(folder: Path, auto_class: str, options: ComputeOptions = FLOAT32_
     or has another number of labels.
 
     Args:
-        auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
-        changes: Settings that replace those of config.json, such as num_labels. Settings that the model's class lacks
-            are ignored.
+        auto_class: Name of a transformers class, such as AutoModelForMaskedLM.
+        changes: Settings that replace settings in config.json, such as num_labels. Settings that the model's class
+            lacks are ignored.
 
     Raises ConversionError if any other weight is missing or its shape differs from config.json, and ConfigError if the
     device does not exist.

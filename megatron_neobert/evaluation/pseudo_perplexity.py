@@ -278,7 +278,7 @@ def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | 
     """Return pseudo_perplexity, standard_error and nats_per_token of all documents together.
 
     The weight of a document is its number of tokens, masked or not. The standard error of the pseudo-perplexity comes
-    from drawing positions. It is 0 if all tokens were masked, and None if any document has no standard error.
+    from drawing positions: 0 if all tokens were masked, and None if any document has no standard error.
     """
     tokens = sum(result.tokens for result in results)
     mean = math.fsum(result.tokens * result.mean_nll for result in results) / tokens

@@ -110,7 +110,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Return {tensor name: file name} of a model.safetensors.index.json. The named files need not exist.
 
     Raises:
-        ConversionError: The file is not such an index, or one of its values is not a name like x.safetensors.
+        ConversionError: The file is not a weight index, or a file name in the index is not like x.safetensors.
     """
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -125,7 +125,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise the errors of `read_json`, and ConversionError if it is no object."""
+    """Return the JSON object in a file. Raise the errors of `read_json`, and ConversionError if there is no object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ConversionError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again.")

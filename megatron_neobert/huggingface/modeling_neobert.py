@@ -257,8 +257,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
             return_dict: If False, return a tuple. If this argument or one of the two above is None, config decides.
             cu_seqlens: Starts of the documents in a packed sequence (b = 1), then the sequence length: 0, ..., s.
                 Position ids that restart do not separate documents.
-            max_seqlen: Tokens of the longest document. If None, this is computed from cu_seqlens, which is copied from
-                its device. If max_seqlen is given, cu_seqlens is checked only if it is on the CPU.
+            max_seqlen: Tokens of the longest document. If None, the host reads cu_seqlens and computes this length.
+                If max_seqlen is given, values of cu_seqlens are checked only if cu_seqlens is on the CPU.
             kwargs: `cu_seq_lens_q` and `max_length_q`, the names that DataCollatorWithFlattening uses for cu_seqlens
                 and max_seqlen. Inputs of other models, such as `token_type_ids`, are ignored.
 

@@ -177,7 +177,7 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Return the context, [t, n * d], in the dtype of the query.
 
-        Each token attends to its whole document. If `attn_mask_type` is padding_causal, it ignores later tokens.
+        Each token attends to its whole document or, if `attn_mask_type` is padding_causal, to no later tokens.
         `packed_seq_params`, the document bounds, is required. `attention_mask` is not used.
         """
         assert packed_seq_params is not None, "a micro-batch is always packed"

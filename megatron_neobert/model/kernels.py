@@ -287,7 +287,7 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
 
 
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of tensors so that `torch.compile` compiles it at its first call on CUDA.
+    """Decorate a function of tensors. At the first call on CUDA, `torch.compile` compiles the function.
 
     The device of the first argument decides; on CPU the function runs eagerly. All arguments are positional. A call
     with another number of tokens compiles the function a second time, for all numbers (torch's automatic dynamic

@@ -150,7 +150,7 @@ class NeoBERTModel(GPTModel):
     def _set_attention_backend(self) -> None:
         """Set the variables NVTE_*_ATTN: "1" for each kernel that --attention-backend allows, "0" for the others.
 
-        The unfused kernel, which stores all scores, is always off. Megatron's own method can switch it on.
+        The unfused kernel, which stores all scores, is always off. Megatron's own method can enable this kernel.
         """
         allowed = {"auto": ("FLASH", "FUSED"), "flash": ("FLASH",), "fused": ("FUSED",)}[
             self.config.attention_backend.name
