@@ -115,7 +115,7 @@ def start_loaders(settings: Any, opened: list[Any]) -> dict[str, Sizes]:
 
 
 def ours(settings: Any, opened: list[Any], num_workers: int, *, with_dali: bool = False) -> Sizes:
-    """Yield (capacity, real tokens) of this project's batches, without end. Without workers, build them in-process."""
+    """Yield (capacity, real tokens) of this project's batches, without end. If `num_workers` is 0, start no process."""
     import torch
 
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
@@ -134,7 +134,7 @@ def ours(settings: Any, opened: list[Any], num_workers: int, *, with_dali: bool 
 def collator(settings: Any, opened: Any, *, are_full: bool) -> Sizes:
     """Yield (capacity, real tokens) of batches from transformers' DataCollatorForLanguageModeling, without end.
 
-    A row is a truncated document. If `are_full`, documents are concatenated and divided into full rows, like in
+    A row is a truncated document. If `are_full`, documents are concatenated and divided into full rows, as in
     transformers' run_mlm.py. Every epoch shuffles the rows. Raise ConfigError if the rows do not fill a batch.
     """
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast

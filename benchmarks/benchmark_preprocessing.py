@@ -131,7 +131,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Run a step in a new process and return the step's result. If it fails, exit with the same code."""
+    """Run a step in a new process and return the step's result. If the step fails, exit with the step's exit code."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:

@@ -198,7 +198,7 @@ def _follow_ranks(run: "RunStatus", ranks: Mapping[int, subprocess.Popen[bytes]]
 def _record_early_end(run: "RunStatus", rank: int, code: int) -> None:
     """Record a failure if a rank's process has ended with exit code `code` before the rank has finished.
 
-    If a forwarded stop signal killed the rank, its handlers were not yet installed: exit code 75, as nothing is lost.
+    If a forwarded stop signal killed the rank before its handlers were installed, record code 75: nothing is lost.
     """
     from megatron_neobert.runtime.watcher import REMEDY, Failure
 

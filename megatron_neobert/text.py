@@ -23,7 +23,7 @@ _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Escape control, format, surrogate and line-separator characters as in `\\x1b`. Joiners and `keep` stay."""
+    """Escape control, format, surrogate and line-separator characters (as `\\x1b`), except joiners and `keep`."""
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)

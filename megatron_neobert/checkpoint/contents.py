@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str,
 
 
 class StoredTensors:
-    """Tensors in the files of a checkpoint. `shapes` and `dtypes` map names to those of the whole tensors.
+    """Tensors in the files of a checkpoint. `shapes` and `dtypes` map names to whole tensors' shapes and dtypes.
 
     The constructor reads the headers of all files; values are read later. A pickled copy, for another rank, contains
     the headers' content.

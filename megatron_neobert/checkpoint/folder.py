@@ -74,7 +74,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """Return a save folder's checkpoint of `iteration`, or its newest if `iteration` is None. Files are not verified.
+    """Return the checkpoint of `iteration` in `save`, or the newest if `iteration` is None. Files are not verified.
 
     Raise MissingInputError if the folder does not contain this checkpoint.
     """
@@ -102,8 +102,8 @@ def check_folders(config: CheckpointConfig) -> None:
     Raises:
         CheckpointError: --load contains remains of checkpoints, but no complete checkpoint.
         ConfigError: --save contains a file named STOP.
-        MissingInputError: --continue-from contains no checkpoint. If that is not set: --load, which differs from
-            --save, contains no checkpoint.
+        MissingInputError: --load contains no checkpoint, and either --continue-from contains no checkpoint, or
+            --continue-from is not set and --load differs from --save.
         OutputError: --save contains checkpoints but differs from --load, cannot be created, or contains a link or
             another program's folder with the name of an unfinished checkpoint.
     """
@@ -151,7 +151,7 @@ def claim(save: str | None) -> Iterator[None]:
     Print a warning if the file system has no locks. Do nothing if `save` is None.
 
     Raises:
-        OutputError: Another run still holds the lock after 10 seconds, or the lock path is a link or a foreign file.
+        OutputError: Another run still holds the lock after 10 seconds, or the file `lock` is a link or not our lock.
     """
     if save is None:
         yield
@@ -287,7 +287,7 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename the complete folder `temporary`, which contains a manifest, to `final`, and update the pointer file.
 
-    The name of `final` must be iter_NNNNNNN, as of every checkpoint. An existing checkpoint `final` is replaced.
+    The name of `final` must be iter_NNNNNNN, which identifies a checkpoint. An existing checkpoint `final` is replaced.
     Raise OutputError if `final` exists and is not a checkpoint of this project.
     """
     (temporary / RECORD).unlink(missing_ok=True)

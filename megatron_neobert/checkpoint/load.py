@@ -36,8 +36,8 @@ class Found(NamedTuple):
 def find_checkpoint(settings: Settings) -> Found | None:
     """Return the newest undamaged checkpoint of --load, or else of --continue-from. The result is equal on all ranks.
 
-    Return None if neither folder contains a checkpoint; `check_folders` has then already allowed a fresh start. Raise
-    CheckpointError if a folder's checkpoints are all damaged.
+    Return None if neither folder contains a checkpoint; `check_folders` has checked that a fresh start is allowed.
+    Raise CheckpointError if all checkpoints in a folder are damaged.
 
     Collective: all ranks.
     """
@@ -109,9 +109,9 @@ def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> Non
 def _find_in(load: Path, *, is_save: bool) -> Path | None:
     """Return a folder's newest undamaged checkpoint, equal on all ranks, or None if the folder contains no checkpoint.
 
-    Each rank verifies a share of the files. Rank 0 prints a warning for each damaged checkpoint that is skipped. If
-    `is_save`, damaged checkpoints are renamed, so that --keep-last does not count them. Raise CheckpointError if all
-    checkpoints are damaged.
+    Each rank verifies a share of the files. Rank 0 prints a warning for each skipped checkpoint. If `is_save`, damaged
+    checkpoints are renamed, so that --keep-last does not count them. Raise CheckpointError if all checkpoints are
+    damaged or cannot be read.
 
     Collective: all ranks.
     """

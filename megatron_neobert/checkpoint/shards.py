@@ -157,7 +157,8 @@ def parts_to_save(run: Run) -> list[Part]:
 def assign_to_files(boxes: Iterable[LocalBox]) -> list[dict[str, LocalBox]]:
     """Assign a rank's boxes to files, and return a dictionary name -> box for each file.
 
-    A file contains at most one box of each tensor. Larger boxes come first, so the second and third file are small.
+    A file contains at most one box of each tensor. The first file contains the largest boxes, up to two further files
+    contain parts of rows.
     """
     files: list[dict[str, LocalBox]] = []
     for box in sorted(boxes, key=lambda box: -box.data.numel()):

@@ -82,7 +82,7 @@ class ParallelConfig:
 
     @property
     def sequence_parallel(self) -> bool:
-        """True if tensor-parallel ranks also divide the tokens between them outside the matrix products."""
+        """True if tensor-parallel ranks divide the tokens among themselves outside the matrix products."""
         return self.tensor_model_parallel_size > 1
 
     @property
@@ -170,7 +170,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer and learning-rate schedule. The defaults are the values in the paper.
+    """Optimizer and learning-rate schedule. The defaults are the paper's.
 
     Source: arXiv 2502.19587 section 3.3 (the released configuration has lr 1e-4 and weight decay 0.01 instead).
     """

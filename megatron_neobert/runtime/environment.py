@@ -12,7 +12,7 @@ _LARGEST = 2**31 - 1  # ranks are int32 in NCCL and gloo
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """This node's number, and the number of nodes. `address` and `port` are node 0's, and unset for one node."""
+    """Number of nodes and this node's rank. `address` and `port` are node 0's; empty and 0 in a run of one node."""
 
     nodes: int
     rank: int

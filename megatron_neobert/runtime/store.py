@@ -60,8 +60,8 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
 
     If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
     interfaces, because no other node could connect otherwise. The caller must keep the returned store until all ranks
-    have ended, because torch's env:// uses the same server (multi_tenant). The limit of open files becomes 65,536, or
-    the hard limit if that is lower. Raise ConnectionError if the address or port cannot be used.
+    have ended, because torch's env:// uses the same server (multi_tenant). The limit of open files is raised to 65,536,
+    or to the hard limit if this is lower. Raise ConnectionError if the address or port cannot be used.
 
     Args:
         port: Port number; 0 to let the system choose.

@@ -12,7 +12,7 @@ _INTERVAL_STEPS = 10
 
 @contextmanager
 def collecting_together() -> Iterator[Callable[[], None]]:
-    """Context manager: yield a function to call after each step. It collects garbage after steps 1, 11, 21, ...
+    """Context manager: yield a function to call after each step, which collects garbage after steps 1, 11, 21, ...
 
     Python's automatic collections would run at different steps on different ranks, and all ranks would wait each time.
     Objects that exist after the first step are exempt from collection until the context ends.

@@ -132,7 +132,7 @@ def _build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Modu
 
 @contextmanager
 def _frozen(parameters: list[Parameter]) -> Iterator[None]:
-    """Freeze parameters in the block, because Megatron's optimizers skip parameters with `requires_grad` False."""
+    """Set `requires_grad` to False in the block and True afterwards. Megatron's optimizers skip frozen parameters."""
     for parameter in parameters:
         parameter.requires_grad = False
     yield

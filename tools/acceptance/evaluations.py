@@ -66,7 +66,7 @@ def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -
 def write_data(folder: Path, shards: Path) -> Path:
     """Write the data of all evaluations, made from the sample corpus's texts, and return the folder.
 
-    A sentence's label is 1 if the sentence contains the word "the". In a pair, the second text continues the first.
+    A sentence's label says whether the sentence contains "the". In a pair, the second text continues the first text.
     """
     import pyarrow.parquet
 

@@ -183,6 +183,6 @@ def relative_gaps(first: Curve, second: Curve, iterations: range) -> list[float]
 
 
 def expect_small(gaps: list[float], limit: float, message: str) -> None:
-    """Raise Failed, whose text begins with `message`, if the largest gap exceeds `limit`."""
+    """Raise Failed, whose text begins with `message`, if the largest gap exceeds `limit`, or if a gap is NaN."""
     if not max(gaps) <= limit:
         raise Failed(f"{message} by {max(gaps):.2g}, more than {limit:g}")

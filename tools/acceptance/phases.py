@@ -45,7 +45,7 @@ def check_environment(phase: Phase) -> None:
 
 
 def check_first_step(phase: Phase) -> None:
-    """Train three iterations with local layers and with Transformer Engine's. Losses and norms must be finite."""
+    """Train three iterations with local layers and with Transformer Engine's. Losses and gradients must be finite."""
     layers = {"local layers": LOCAL}
     if phase.device == "cuda":
         layers["Transformer Engine"] = ENGINE
@@ -86,7 +86,7 @@ def check_parity(phase: Phase) -> None:
 
 
 def measure_speed(phase: Phase) -> None:
-    """Measure steps of several lengths with each attention kernel. Kernels' first losses must agree to KERNEL_LOSS."""
+    """Measure steps of several lengths with each attention kernel. First losses must agree within KERNEL_LOSS."""
     rows, first_loss = phase.tables.setdefault("steps", []), None
     for name, flags in KERNELS.items() if phase.device == "cuda" else [("local layers", LOCAL)]:
         if "flash" in flags and find_spec("flash_attn") is None:
