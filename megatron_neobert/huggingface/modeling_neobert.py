@@ -84,7 +84,7 @@ class NeoBERTConfig(PretrainedConfig):
                     f"{settings.get('rope_theta')}. Remove {name}; rope_theta is the only rotary setting."
                 )
             settings |= {} if base is None else {"rope_theta": base}
-        settings = {**PUBLISHED_MODEL, **settings}
+        settings |= {name: default for name, default in PUBLISHED_MODEL.items() if settings.get(name) is None}
         hidden_size, heads = settings["hidden_size"], settings["num_attention_heads"]
         width = settings.setdefault("dim_head", hidden_size // heads)
         if width % 2 or width * heads != hidden_size:

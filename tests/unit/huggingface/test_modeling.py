@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from megatron_neobert.huggingface.modeling_neobert import (
     AUTO_MAP,
+    PUBLISHED_MODEL,
     NeoBERTConfig,
     NeoBERTForMaskedLM,
     NeoBERTForSequenceClassification,
@@ -269,3 +270,8 @@ def test_rotary_base_is_read_from_the_keys_of_transformers_5(name: str):
     assert build_config(**{name: {"rope_type": "default", "rope_theta": 5000.0}}).rope_theta == 5000.0
     assert build_config(**{name: {"type": "default"}}).rope_theta == 10_000.0
     assert build_config(**{name: None}).rope_theta == 10_000.0
+
+
+def test_null_in_config_json_means_the_default():
+    config = NeoBERTConfig(**dict.fromkeys(PUBLISHED_MODEL))
+    assert {name: getattr(config, name) for name in PUBLISHED_MODEL} == PUBLISHED_MODEL
