@@ -175,7 +175,7 @@ def model_problems(settings: Settings) -> Iterator[str]:
 
 
 def division_problems(settings: Settings) -> Iterator[str]:
-    """Yield error messages if tensor-, context- or pipeline-parallel ranks cannot divide the model or the loss."""
+    """Yield error messages if tensor, context or pipeline parallelism does not fit the model's sizes or the loss."""
     parallel, model = settings.parallel, settings.model
     tp, cp, heads = parallel.tensor_model_parallel_size, parallel.context_parallel_size, model.num_attention_heads
     pp, layers = parallel.pipeline_model_parallel_size, model.num_layers

@@ -155,7 +155,7 @@ class Outcome:
 def fine_tune(run: Run) -> Outcome:
     """Fine-tune, write the best weights and the tokenizer to `run.folder / WEIGHTS`, and return these weights' scores.
 
-    `run.folder` is created. If a killed run has left this folder, it is deleted first.
+    A folder `run.folder` of a killed run is deleted first.
     """
     start = time.monotonic()
     create_folder(run.folder)

@@ -554,7 +554,7 @@ def choose_attention(
 def attend_packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, starts: Tensor, longest: int, **_: Any
 ) -> tuple[Tensor, None]:
-    """Return the context [1, s, n, d] of packed documents from torch's packed kernel. Scores are scaled by d^(-1/2)."""
+    """Attend within each document by torch's packed kernel, and return [1, s, n, d]. Scores are scaled by d^(-1/2)."""
     heads = (heads_bnsd[0].transpose(0, 1) for heads_bnsd in (query, key, value))
     arguments: Any = (*heads, starts, starts, longest, longest)
     context_snd: Any = varlen_attn(*arguments)

@@ -35,7 +35,7 @@ _ADAM_OPTIONS = ("betas", "eps", "bias_correction", "step")  # options of a para
 
 
 def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
-    """Build the optimizer of all parameters: Megatron's Adam or AdamW, or Muon combined with AdamW.
+    """Build the optimizer for all parameters: Megatron's Adam or AdamW, or Muon combined with AdamW.
 
     Collective: all ranks.
     """

@@ -141,7 +141,7 @@ class GlobalBatch:
         return int((documents + -(-unused // settings.data.seq_length)).max())
 
     def _pad(self, batch: MicroBatch, documents: int) -> MicroBatch:
-        """Return a copy of `batch`, padded to the capacities for its masked positions and `documents` documents."""
+        """Return a copy of `batch`, padded to its capacity for masked positions and to `documents` documents."""
         masked = masked_capacity(len(batch.tokens_t), probability=self.phase.settings.data.predicted_share)
         tokens, bounds = self.phase.settings.tokens_per_micro_batch, batch.cu_seqlens_n.numpy()
         bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), tokens)])

@@ -62,7 +62,7 @@ class BatchStream:
                 yield waiting.popleft().for_rank(self.rank)
 
     def global_batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches after `self.iteration`, without end. No token is read.
+        """Yield the global batches after `self.iteration`, endlessly. Only document lengths are read, no tokens.
 
         A batch may extend over several windows and epochs.
         """

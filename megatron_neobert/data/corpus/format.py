@@ -243,7 +243,7 @@ def describe_reasons(reasons: Mapping[str, int]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest. Raise DataError if the file is no manifest of this format version, or contradicts itself."""
+    """Read a manifest. Raise DataError if the file is not a manifest of this format version or contradicts itself."""
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
         raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
     try:

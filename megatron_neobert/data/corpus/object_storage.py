@@ -213,9 +213,9 @@ class RemoteFile:
         return memoryview(content)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
     def prefetch(self, offsets: NDArray[np.int64]) -> None:
-        """Start threads that fetch the blocks with these byte offsets, unless they are cached. Return without waiting.
+        """Start threads that fetch the blocks that contain these byte offsets, unless cached. Return at once.
 
-        An error of a thread is raised later, when the block is read.
+        A thread's error is raised later, when the block is read.
         """
         fetching = self.storage.fetching
         for number in np.unique(offsets // BLOCK_BYTES).tolist():

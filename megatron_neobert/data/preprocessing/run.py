@@ -243,7 +243,7 @@ def preprocess(plan: Plan) -> Counts:
 
     Return the counts of all chunks, including the chunks of an earlier run.
     After an error, finished chunks stay in PREFIX.partial for --resume, unless no chunk has a document. Raise DataError
-    if too many records are in error, there is no document, or input files are damaged. Damaged files are reported
+    if too many records cannot be read, there is no document, or input files are damaged. Damaged files are reported
     together after all other files are finished.
     """
     settings, files, tokenizer = plan.settings, plan.settings.files, plan.encoder.tokenizer

@@ -330,9 +330,9 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """Return, sorted, the characters that the vocabulary must have. None of them is white space.
+    """Return the sorted characters that the vocabulary must contain, without white space.
 
-    The result has the most frequent characters, which make up _CHARACTER_COVERAGE of the normalised texts, and the
+    The result has the most frequent characters, up to a share of _CHARACTER_COVERAGE of the normalised texts, and the
     printable ASCII characters that the normalizer does not change.
     """
     normalize = backend.normalizer.normalize_str
