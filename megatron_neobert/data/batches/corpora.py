@@ -46,8 +46,8 @@ class OpenedCorpora:
 def open_corpora(data: DataConfig) -> OpenedCorpora:
     """Open the corpora and the tokenizer, and split the documents into training and validation.
 
-    --split divides a corpus before filtering, so all parts of a blend that read this corpus hold out the same documents.
-    Each part is spread evenly over the corpus.
+    --split divides a corpus before filtering, so all parts of a blend that read this corpus hold out the same
+    documents. Each part is spread evenly over the corpus.
     """
     components = parse_data_path(data.data_path)
     storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
