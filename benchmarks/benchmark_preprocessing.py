@@ -233,14 +233,8 @@ def command_of(tool: str, job: dict[str, Any], output: str, workers: int) -> lis
         return [
             *(sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")),
             *("--input", job["folder"], "--text-key", job["text_key"], "--output-prefix", f"{output}/corpus"),
-            *(
-                "--tokenizer-model",
-                job["tokenizer_model"],
-                "--tokenizer-backend",
-                OURS[tool],
-                "--workers",
-                str(workers),
-            ),
+            *("--tokenizer-model", job["tokenizer_model"], "--tokenizer-backend", OURS[tool]),
+            *("--workers", str(workers)),
         ]
     if tool != "megatron":
         inputs = {name: job[name] for name in ("folder", "text_key", "tokenizer_json")}

@@ -113,7 +113,7 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
 def refuse_other_layers(model: ModelConfig, source: str) -> None:
     """Raise ConversionError if the model's layers differ from the layers that ReferenceNeoBERT computes.
 
-    A setting that this module does not list is refused, whatever its value.
+    Settings that this module does not list are refused, even with their default value.
 
     Args:
         source: Where the model comes from, for the message.

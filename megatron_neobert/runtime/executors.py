@@ -136,7 +136,7 @@ class RayCluster:
     copies this package to the nodes, and runs a job again if its worker or node died.
 
     Args:
-        address: host:port of a cluster, or "local" for a new cluster on this machine. None stands for the variable
+        address: host:port of a cluster, or "local" for a new cluster on this machine. Default: the variable
             RAY_ADDRESS, or "local" if RAY_ADDRESS is not set.
         workers: Maximum number of concurrent jobs; None for the cluster's number of CPUs.
 

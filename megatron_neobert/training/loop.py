@@ -151,7 +151,7 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher) -> LoopControl:
     """Set the callbacks of `run`, repeat a validation that was interrupted, and return the decisions before training.
 
-    The run ends if its last iteration is already saved, or a stop has been requested meanwhile. Collective: all ranks.
+    The run ends at once if its last iteration is already saved or a stop was requested. Collective: all ranks.
     """
 
     def read_status(*, has_trained: bool = True) -> RankStatus:
