@@ -57,6 +57,12 @@ def test_missing_package_of_an_extra_is_reported_with_the_command_that_installs_
     assert finished.stderr.endswith(f"[{extra}]'\n") and finished.stderr.count("\n") == 1
 
 
+def test_missing_required_package_is_reported_with_its_python():
+    finished = run_raising("ModuleNotFoundError('a', name='torch')")
+    assert finished.returncode == 69
+    assert finished.stderr.startswith(f"error: {sys.executable} has no module torch; ")
+
+
 def test_warning_is_printed_without_file_and_line_unless_the_user_asks_for_warnings():
     warn = "import warnings; warnings.warn('odd\\x1b')"
     assert run_raising("DataError('a')", before=warn).stderr == "warning: odd\\x1b\nerror: a\n"

@@ -146,6 +146,12 @@ def test_time_and_price_are_ten_milliseconds_per_step_and_flops_divided_by_the_m
     assert f"10 ms, FLOP / (GPUs x peak x {percent_of_peak} %)" in plan and source in plan
 
 
+def test_a_short_run_has_its_time_in_minutes_and_its_price_in_cents(tiny_corpus, capsys):
+    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 12_000})
+    (row,) = [line for line in lines_of(settings, capsys, price=2.5) if line.endswith(" 0.08")]
+    assert " 2 min 0 s " in row
+
+
 @pytest.mark.parametrize("precision", [{}, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}])
 def test_a_precision_whose_speed_was_not_measured_has_no_times(tiny_corpus, capsys, precision):
     settings = tiny_settings(tiny_corpus, training={"bf16": "bf16" in precision})
