@@ -44,7 +44,7 @@ COMPARED_SETTINGS = (
 # Values without which ReferenceNeoBERT and the published layouts compute another function.
 _NEOBERT_LAYERS = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
 # Settings without a part in an exported model, and the one that `ffn_width` compares.
-_NOT_COMPARED = ("init_method_range", "make_vocab_size_divisible_by", "ffn_hidden_size")
+_NOT_COMPARED = ("init_method_range", "ffn_hidden_size")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 # In error messages and docs/commands.md. Flag of pretraining or of tools/preprocess_data.py -> what replaces it here.
 REPLACEMENTS = {
     "--vocab-file": "--tokenizer-model",
+    "--make-vocab-size-divisible-by": "not needed: vocabularies are padded to a multiple of 128 x tensor-parallel size",
     "--merge-file": "--tokenizer-model, the folder with tokenizer.json",
     "--tokenizer-type": "the file that --tokenizer-model names decides",
     "--json-keys": "--text-key for the text, --record-key for fields to keep",
@@ -10,6 +11,7 @@ REPLACEMENTS = {
     "--split-sentences": "not needed: training packs whole documents",
     "--partitions": "--workers",
     "--sequence-parallel": "not needed: it is on with --tensor-model-parallel-size above 1",
+    "--use-distributed-optimizer": "not needed: it is on, except with --optimizer muon",
     "--use-mcore-models": "not needed: the model is Megatron-Core's",
     "--use-flash-attn": "--attention-backend flash",
     "--use-rotary-position-embeddings": "--position-embedding-type rope",

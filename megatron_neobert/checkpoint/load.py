@@ -65,7 +65,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     train_state = recorded.state
     stored = broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
     _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not saved.weights_only))
-    if run.settings.parallel.use_distributed_optimizer:
+    if run.settings.use_distributed_optimizer:
         run.model.start_param_sync(force_sync=True)  # gathers the weights, of which each rank has read its part
     if not saved.weights_only:
         for group in run.optimizer.param_groups:

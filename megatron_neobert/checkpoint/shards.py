@@ -138,7 +138,7 @@ def parts_to_save(run: Run) -> list[Part]:
     # Without tensors that a lower tensor-parallel rank or pipeline stage has, too; the last number is the data-parallel
     # rank.
     parts = [part for part in local_parts(run) if not any(part.entry.replica_id[:2])]
-    if run.settings.parallel.use_distributed_optimizer:
+    if run.settings.use_distributed_optimizer:
         return parts
     # All data-parallel ranks have the same parts, so each writes a share of their elements.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -17,7 +17,7 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConfigError
 
 # Learned positions have max_position_embeddings in their shape, which `position_rows` compares.
-_MODEL_MAY_CHANGE = ("max_position_embeddings", "init_method_range", "make_vocab_size_divisible_by")
+_MODEL_MAY_CHANGE = ("max_position_embeddings", "init_method_range")
 
 _SAME_RUN = {
     "data": (

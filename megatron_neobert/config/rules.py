@@ -47,7 +47,6 @@ REQUIREMENTS = (
     Requirement(
         "cuda_graph_impl", "pipeline_model_parallel_size", _ONE_STAGE, value="full_iteration", required_value=1
     ),
-    Requirement("optimizer", "use_distributed_optimizer", _WHOLE_MATRICES, value="muon", required_value=False),
     Requirement("optimizer", "tensor_model_parallel_size", _WHOLE_MATRICES, value="muon", required_value=1),
     Requirement("lr_decay_style", "lr_wsd_decay_iters", "it sets the length of the decay", value="WSD"),
     Requirement("lr_wsd_decay_iters", "lr_decay_style", required_value="WSD"),

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from megatron_neobert.cli import flag_of
 from megatron_neobert.cli import option as setting
 
+VOCABULARY_MULTIPLE = 128  # Megatron's default for the rows of a tensor-parallel rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -34,9 +36,6 @@ class ModelConfig:
     rotary_base: int = setting(10000, "base frequency of rotary embeddings", minimum=2)
     norm_epsilon: float = setting(1e-5, "epsilon of the normalization layers", minimum=0.0)
     init_method_range: float = setting(0.02, "initial weights are uniform in [-X, X)", minimum=0.0)
-    make_vocab_size_divisible_by: int = setting(
-        128, "pad the vocabulary to a multiple of N x tensor-parallel size", minimum=1
-    )
 
     @property
     def ffn_width(self) -> int:
@@ -53,7 +52,7 @@ class ModelConfig:
 
     def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:
         """Return the vocabulary size with Megatron's padding, which is the row count of embedding and decoder."""
-        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        multiple = VOCABULARY_MULTIPLE * tensor_parallel
         return -(-vocab_size // multiple) * multiple
 
 
@@ -64,7 +63,6 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting(1, "ranks that share each layer", minimum=1)
     pipeline_model_parallel_size: int = setting(1, "pipeline stages of consecutive layers", minimum=1)
     context_parallel_size: int = setting(1, "ranks that share the tokens of a micro-batch", minimum=1)
-    use_distributed_optimizer: bool = setting(True, "shard the optimizer state over data-parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool | None = setting(
         None, "overlap data-parallel communication with computation; default: on CUDA only"
     )
@@ -324,6 +322,11 @@ class Settings:
     def tokens_per_iteration(self) -> int:
         """Token capacity of a global batch."""
         return self.training.global_batch_size * self.data.seq_length
+
+    @property
+    def use_distributed_optimizer(self) -> bool:
+        """True if data-parallel ranks share the optimizer state (ZeRO-1). Muon needs whole matrices on each rank."""
+        return self.optimizer.optimizer != "muon"
 
     @property
     def lr_decay_end(self) -> int:

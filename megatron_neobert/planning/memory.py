@@ -110,5 +110,5 @@ def _state_bytes(settings: Settings, padded_vocab_size: int, *, stage: int, worl
     moments = moment_bytes(settings, stage_parameters, layers=settings.layers_per_stage)
     main_weight_bytes = 4 if training.bf16 else 0
     optimizer = parameters * (moments / stage_parameters + main_weight_bytes)
-    optimizer /= replicas if parallel.use_distributed_optimizer else 1
+    optimizer /= replicas if settings.use_distributed_optimizer else 1
     return round(parameters * _element_bytes(settings)), round(parameters * 4), round(optimizer)

@@ -59,7 +59,7 @@ def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage:
     if settings.data_parallel_size(world_size) * cp > 1:
         buckets = gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size, stage=stage)
         calls, parameters = len(buckets), sum(buckets)
-        if parallel.use_distributed_optimizer:
+        if settings.use_distributed_optimizer:
             add("data", "reduce-scatter", calls, 4 * parameters)
             add("data", "all-gather", calls, element_bytes * parameters)
         else:
@@ -93,7 +93,7 @@ def gradient_buckets(settings: Settings, *, vocab_size: int, world_size: int, st
     """
     parallel = settings.parallel
     replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
-    is_distributed = parallel.use_distributed_optimizer
+    is_distributed = settings.use_distributed_optimizer
     limit = parallel.bucket_parameters if parallel.overlap_grad_reduce is not False and stage == 0 else math.inf
     alignment, bucket_alignment = (64, math.lcm(replicas, 128)) if is_distributed else (1, 1)
     buckets, size = [], 0

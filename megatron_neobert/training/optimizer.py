@@ -6,7 +6,8 @@ Muon is torch's Muon inside Megatron's optimizer, because Megatron's Muon needs 
 supported Python versions. Megatron builds an AdamW for the matrices of the layers and another one for all other
 parameters, and the inner optimizer of the first is replaced. Main weights, gradients, schedule and checkpoints remain
 Megatron's. Muon orthogonalizes whole matrices as they are stored, with queries, keys and values together. So
-config/rules.py refuses Muon with tensor parallelism and the distributed optimizer, which split matrices.
+config/rules.py refuses Muon with tensor parallelism, which splits matrices. For the same reason, Muon never uses the
+distributed optimizer.
 
 Source: arXiv 2502.16982 (updates scaled to the root mean square of AdamW's, so that the learning rate and weight decay
 of AdamW fit); megatron-core 0.16.1 core/optimizer/muon.py for the parameters that Muon updates.
@@ -57,7 +58,7 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
         clip_grad=cfg.clip_grad,
         bf16=settings.training.bf16,
         params_dtype=torch.bfloat16 if settings.training.bf16 else torch.float32,
-        use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=settings.use_distributed_optimizer,
         overlap_param_gather=model.ddp_config.overlap_param_gather,
         fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
     )

@@ -128,8 +128,8 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=overlaps,
-            overlap_param_gather=overlaps and parallel.use_distributed_optimizer,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_param_gather=overlaps and settings.use_distributed_optimizer,
+            use_distributed_optimizer=settings.use_distributed_optimizer,
             bucket_size=parallel.bucket_parameters,
         ),
         model,

@@ -24,7 +24,6 @@ RECOMPUTE_ALL = {"recompute_granularity": "full"}
 LAYOUTS = {
     "data 2": (2, {}),
     "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
-    "data 2, whole optimizer": (2, {"parallel": {"use_distributed_optimizer": False}}),
     "tensor 2": (2, {"parallel": TP2}),
     "pipeline 2": (2, {"parallel": PP2}),
     "context 2": (2, {"parallel": CP2}),
@@ -65,7 +64,7 @@ def run_of(
     optimizer: str = "adamw",
     **layout: dict[str, Any],
 ) -> Settings:
-    run = tiny_settings(
+    return tiny_settings(
         corpus,
         save=save,
         model={"num_layers": 4},
@@ -74,7 +73,6 @@ def run_of(
         training={"train_iters": STEPS, "eval_interval": STEPS, "bf16": bf16},
         **layout,
     )
-    return run.with_section("parallel", use_distributed_optimizer=False) if optimizer == "muon" else run
 
 
 def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> float:

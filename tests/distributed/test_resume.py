@@ -27,14 +27,14 @@ from megatron_neobert.training import loop
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}
-WHOLE, BF16 = {"use_distributed_optimizer": False}, {"training": {"bf16": True}}
+BF16 = {"training": {"bf16": True}}
+MUON = {"optimizer": {"optimizer": "muon"}}
 CASES = {
     "one rank": (1, {}, {}),
     "one rank, bfloat16": (1, {}, BF16),
-    "one rank, whole optimizer": (1, WHOLE, {}),
     "two ranks": (2, {}, {}),
-    "two ranks, Muon": (2, WHOLE, {"optimizer": {"optimizer": "muon"}}),
-    "two ranks, Muon, bfloat16": (2, WHOLE, {"optimizer": {"optimizer": "muon"}, **BF16}),
+    "two ranks, Muon": (2, {}, MUON),
+    "two ranks, Muon, bfloat16": (2, {}, {**MUON, **BF16}),
     "two ranks, several buckets": (2, DP2_OVERLAP, {}),
     # 72 is not a multiple of 128, so every bucket ends with padding.
     "three ranks, padded buckets": (3, DP2_OVERLAP, {"model": {**FOUR_LAYERS, "hidden_size": 72}}),
@@ -68,7 +68,6 @@ def test_only_a_fresh_run_draws_initial_weights(settings):
     quick_only(
         CASES,
         "one rank, bfloat16",
-        "one rank, whole optimizer",
         "two ranks",
         "two ranks, Muon, bfloat16",
         "two ranks, several buckets",
@@ -95,7 +94,7 @@ def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, c
 CHAIN = {
     "data 3, overlapped": (3, DP2_OVERLAP),
     "tensor 2 x data 2": (4, TP2),
-    "whole optimizer, data 2": (2, WHOLE),
+    "data 2": (2, {}),
     "pipeline 2 x context 2": (4, {**PP2, **CP2}),
 }
 

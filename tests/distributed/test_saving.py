@@ -25,8 +25,6 @@ from megatron_neobert.errors import NeoBERTError
 from megatron_neobert.runtime.watcher import Watcher
 from megatron_neobert.training import loop
 
-WHOLE_OPTIMIZER = {"use_distributed_optimizer": False}
-
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
@@ -60,20 +58,19 @@ def write_after_the_next_update() -> None:
 
 
 CASES = {
-    "one rank": (1, {}),
-    "one rank, whole optimizer": (1, WHOLE_OPTIMIZER),
-    "data parallel 2, overlapped": (2, DP2_OVERLAP),
-    "data parallel 2, whole optimizer": (2, WHOLE_OPTIMIZER),
-    "tensor parallel 2": (2, TP2),
+    "one rank": (1, "parallel", {}),
+    "data parallel 2, overlapped": (2, "parallel", DP2_OVERLAP),
+    "data parallel 2, Muon": (2, "optimizer", {"optimizer": "muon"}),
+    "tensor parallel 2": (2, "parallel", TP2),
 }
 
 
 @pytest.mark.parametrize("case", quick_only(CASES, "data parallel 2, overlapped"))
 def test_checkpoint_written_in_the_background_has_the_state_of_its_iteration(settings, case):
-    world_size, parallel = CASES[case]
+    world_size, section, changes = CASES[case]
     sync_run, async_run = (
         saves_each_iteration(settings, name, async_save=name == "async")
-        .with_section("parallel", **parallel)
+        .with_section(section, **changes)
         .with_section("training", bf16=True)
         for name in ("sync", "async")
     )

@@ -111,9 +111,9 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 CASES = {
     "one rank, loss": (1, {}, {}, {}),
     "data 2, overlapped, loss": (2, DP2_OVERLAP, {}, {"rank": 1}),
-    "data 2, whole optimizer, infinite gradient, bfloat16": (
+    "data 2, infinite gradient, bfloat16": (
         2,
-        {"use_distributed_optimizer": False},
+        {},
         {"bf16": True},
         {"rank": 1, "target": "gradient", "factor": float("inf")},
     ),
@@ -167,14 +167,14 @@ def test_skipped_update_uses_up_its_batch_and_its_learning_rate(settings, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("iterations", "optimizer", "is_distributed"),
+    ("iterations", "optimizer"),
     [
-        ((2, 4, 5, 6), "adamw", True),
-        ((1, 2, 3), "adamw", True),  # the optimizer is saved before it has a state
-        ((1, 2, 3), "muon", False),
+        ((2, 4, 5, 6), "adamw"),
+        ((1, 2, 3), "adamw"),  # the optimizer is saved before it has a state
+        ((1, 2, 3), "muon"),
     ],
 )
-def test_too_many_skipped_updates_save_and_end_all_ranks(settings, tmp_path, iterations, optimizer, is_distributed):
+def test_too_many_skipped_updates_save_and_end_all_ranks(settings, tmp_path, iterations, optimizer):
     poison = Poison(tmp_path / "notes", iterations=iterations, rank=1)
     *_, first, last, _ = iterations
 
@@ -182,11 +182,7 @@ def test_too_many_skipped_updates_save_and_end_all_ranks(settings, tmp_path, ite
         poison()
         loop.MOST_SKIPPED = 2
 
-    run = settings(
-        training={"train_iters": 9},
-        optimizer={"optimizer": optimizer},
-        parallel={"use_distributed_optimizer": is_distributed},
-    )
+    run = settings(training={"train_iters": 9}, optimizer={"optimizer": optimizer})
     error = error_of_all_ranks(run, prepare=prepare)
     assert error.startswith(f"70: the updates of the last 2 iterations, {first} to {last}, were skipped")
     assert (Path(run.checkpoint.save) / f"iter_{last:07}" / "MANIFEST.json").is_file()

@@ -45,7 +45,6 @@ LAYOUTS = {
     "tensor": of_two(tensor_model_parallel_size=2),
     "context": of_two(context_parallel_size=2),
     "data": of_two(),
-    "data, not distributed": of_two(use_distributed_optimizer=False),
     "data, not overlapped": of_two(overlap_grad_reduce=False),
     "pipeline, first stage": of_two(pipeline_model_parallel_size=2),
     "pipeline, last stage": {**of_two(pipeline_model_parallel_size=2), "rank": 1},

@@ -47,9 +47,9 @@ def test_whole_number_can_be_a_power_of_ten_but_not_a_fraction():
 
 
 def test_flag_switches_a_boolean_of_the_file_on_and_off(tmp_path):
-    config = write(tmp_path, "training:\n  bf16: true\nparallel:\n  use_distributed_optimizer: true\n")
-    settings = parse("--config", config, "--no-bf16", "--no-use-distributed-optimizer")
-    assert (settings.training.bf16, settings.parallel.use_distributed_optimizer) == (False, False)
+    config = write(tmp_path, "training:\n  bf16: true\nmodel:\n  swiglu: true\n")
+    settings = parse("--config", config, "--no-bf16", "--no-swiglu")
+    assert (settings.training.bf16, settings.model.swiglu) == (False, False)
     assert parse("--bf16").training.bf16 is True
 
 

@@ -38,7 +38,7 @@ def state_bytes(settings: Settings, *, world_size: int) -> int:
 @pytest.mark.parametrize(("bf16", "stages"), [(False, 1), (True, 2)])
 def test_muon_keeps_one_moment_for_the_matrices_of_layers(bf16, stages):
     settings = Settings().with_section("training", bf16=bf16)
-    settings = settings.with_section("parallel", pipeline_model_parallel_size=stages, use_distributed_optimizer=False)
+    settings = settings.with_section("parallel", pipeline_model_parallel_size=stages)
     adamw, muon = (
         state_bytes(settings.with_section("optimizer", optimizer=name), world_size=stages) for name in ("adamw", "muon")
     )
@@ -50,8 +50,9 @@ def test_the_distributed_optimizer_divides_moments_and_main_weights_between_rank
     settings = Settings().with_section("training", bf16=True)
     padded = count_parameters(settings.model, vocab_size=30_592).total
     assert state_bytes(settings, world_size=8) == padded * 6 + padded * 12 // 8
-    not_distributed = settings.with_section("parallel", use_distributed_optimizer=False)
-    assert state_bytes(not_distributed, world_size=8) == padded * 18
+    muon = settings.with_section("optimizer", optimizer="muon")
+    matrices = 28 * (4 * 768**2 + 3 * 768 * 2048)
+    assert state_bytes(muon, world_size=8) == padded * 18 - 4 * matrices
 
 
 def test_tensor_parallel_ranks_divide_all_state_and_context_parallel_ranks_only_the_optimizer():
@@ -73,7 +74,6 @@ CHANGES = {
     "`--micro-batch-size 16`": {"training": {"micro_batch_size": 16}},
     "`--micro-batch-size 32`": {"training": {"micro_batch_size": 32}},
     "`--bf16` instead of float32": {"training": {"bf16": False}},
-    "`--use-distributed-optimizer` (default)": {"parallel": {"use_distributed_optimizer": False}},
     "`--recompute-granularity full`": {"compute": {"recompute_granularity": "full"}},
     "`--tensor-model-parallel-size 2`": {"parallel": {"tensor_model_parallel_size": 2}},
     "`--context-parallel-size 2`": {"parallel": {"context_parallel_size": 2}},
