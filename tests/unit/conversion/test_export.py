@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from commands import PUBLISHED
+from json_files import read_json
 from packaging.specifiers import SpecifierSet
 from safetensors import safe_open
 from saved_model import MODEL, SHAPE, WORDS, SavedModel, convert
 from sentence_transformers import SentenceTransformer
-from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 from unit.huggingface.tiny_neobert import FlashKernel
 
 from checkpoint_conversion.checkpoint import model_shape
@@ -38,10 +38,6 @@ NOT_SETTINGS = {
     "trust_remote_code",
 }
 Exported = Callable[..., tuple[Path, Checks]]
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 def test_exported_config_states_every_convention(exported: Exported):
@@ -147,46 +143,28 @@ def test_feed_forward_width_that_the_neobert_layout_cannot_express_is_refused(sa
 TEXTS = ["the cat sat on a mat .", "a mat"]
 
 
-@pytest.fixture(scope="module")
-def folder(exported: Any) -> Path:
-    return exported(sentence_transformers=True)[0]
-
-
-@pytest.fixture
-def model(folder: Path) -> SentenceTransformer:
+def load_embedder(folder: Path) -> SentenceTransformer:
     return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
 
-def encode(model: SentenceTransformer, texts: list[str]) -> Tensor:
-    return model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
-
-
-def last_hidden_states(folder: Path, text: str) -> Tensor:
-    """Return the hidden states of one text with [CLS] and [SEP], computed by transformers without padding or mask."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    backbone = AutoModel.from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        return backbone(ids).last_hidden_state[0]
-
-
-def test_embedding_is_the_mean_over_all_tokens(folder: Path, model: SentenceTransformer):
-    expected = torch.stack([last_hidden_states(folder, text).mean(dim=0) for text in TEXTS])
-    torch.testing.assert_close(encode(model, TEXTS), expected, atol=1e-6, rtol=0)  # measured: equal
-    without_cls = torch.stack([last_hidden_states(folder, text)[1:].mean(dim=0) for text in TEXTS])
-    assert (without_cls - expected).abs().max() > 1e-2, "[CLS] must be included"
+def test_embedding_is_the_mean_over_all_tokens(exported: Exported):
+    model = load_embedder(exported(sentence_transformers=True)[0])
+    states = model.encode(TEXTS, output_value="token_embeddings")
+    assert [len(states_of_text) for states_of_text in states] == [9, 4], "[CLS] and [SEP] included, padding excluded"
+    expected = torch.stack([states_of_text.mean(dim=0) for states_of_text in states])
+    torch.testing.assert_close(model.encode(TEXTS, convert_to_tensor=True), expected, atol=1e-6, rtol=0)
 
 
 def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported: Any, monkeypatch: pytest.MonkeyPatch):
     """The option `unpad_inputs` of sentence-transformers sends document bounds to a folder with this project's code."""
     register_neobert()
     folder, _ = exported(layout="neobert", sentence_transformers=True)
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    expected = encode(model, TEXTS)
+    model = load_embedder(folder)
+    expected = model.encode(TEXTS)
     kernel = FlashKernel(monkeypatch)
     model[0].auto_model.config._attn_implementation = "flash_attention_2"
     model[0].unpad_inputs = True
-    torch.testing.assert_close(encode(model, TEXTS), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.encode(TEXTS), expected, atol=1e-6, rtol=0)
     calls = [(call["starts"].tolist(), call["longest"]) for call in kernel.calls]
     assert calls == [([0, 9, 13], (9, 9))] * MODEL.num_layers
 
