@@ -35,10 +35,22 @@ def main_of(command: str) -> tuple[str, list[str]]:
     return "megatron_neobert.__main__", command.split()
 
 
+def run_program(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program and capture what it prints; the options are those of subprocess.run."""
+    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 600, **options}
+    return subprocess.run([*map(str, words)], check=False, **options)
+
+
+def succeed(*words: object, **options: Any) -> str:
+    """Run a program as `run_program` does, and return its standard output. Fail unless its exit code is 0."""
+    ended = run_program(*words, **options)
+    assert ended.returncode == 0, f"{words}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout
+
+
 def run(command: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
     """Return exit code, standard output and standard error; the options are those of subprocess.run."""
-    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 600, **options}
-    ended = subprocess.run(command_line(command, *arguments), check=False, **options)
+    ended = run_program(*command_line(command, *arguments), **options)
     return ended.returncode, ended.stdout, ended.stderr
 
 

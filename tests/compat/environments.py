@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
+from commands import succeed
 
 OTHER_VERSIONS = ("4.57.6",)  # the last of 4
 INSTALLED = transformers.__version__
@@ -29,9 +30,7 @@ def run_script(version: str, script: str, cache: Path, *arguments: str | Path) -
         pytest.skip(f"TRANSFORMERS_ENVIRONMENTS has no transformers-{version}")
     changes = {"HF_HOME": str(cache / f"cache-{version}"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | changes
-    command = [python, Path(__file__).with_name(script), *arguments]
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 3600}
-    result = subprocess.run(command, env=environment, check=False, **options)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "custom code" not in result.stdout, "transformers asks whether code of the folder may run"
-    return json.loads(result.stdout.splitlines()[-1])
+    options = {"stdin": subprocess.DEVNULL, "timeout": 3600}
+    printed = succeed(python, Path(__file__).with_name(script), *arguments, env=environment, **options)
+    assert "custom code" not in printed, "transformers asks whether code of the folder may run"
+    return json.loads(printed.splitlines()[-1])

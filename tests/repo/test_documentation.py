@@ -5,13 +5,12 @@ import html
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY
+from commands import REPOSITORY, succeed
 
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
@@ -49,9 +48,7 @@ def test_links_to_files_and_headings_lead_there_on_github():
 def test_site_builds_with_the_files_that_pages_link_to_and_loads_nothing_from_the_network(tmp_path):
     """As `make docs` builds it; that fails on broken links and on pages outside the navigation."""
     words = re.search(r"-m (mkdocs build --strict) &&", read(REPOSITORY / "Makefile"))[1].split()
-    command = [sys.executable, "-m", *words, "--site-dir", str(tmp_path)]
-    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
+    succeed(sys.executable, "-m", *words, "--site-dir", tmp_path, cwd=REPOSITORY)
     assert "#SBATCH" in read(tmp_path / "repository" / "examples" / "slurm" / "pretrain.sh.html")
     assert 'href="repository/SECURITY.html' in read(tmp_path / "conversion.html")
     loading = re.compile(

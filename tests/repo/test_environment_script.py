@@ -3,11 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY
+from commands import REPOSITORY, run_program
 
 BASH = shutil.which("bash") or "bash"
 
@@ -37,15 +36,8 @@ def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     suitable = "suitable" if version.split(".")[1] in ("11", "12", "13") else "unsuitable"
-    answers = {
-        "version": version,
-        "suitable": suitable,
-        "torch": torch,
-        "ensurepip": ensurepip,
-        "pip": pip,
-        "wait": wait,
-    }
-    path.write_text(STAND_IN.format(bash=BASH, **answers))
+    answers = {"suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip, "wait": wait}
+    path.write_text(STAND_IN.format(bash=BASH, version=version, **answers))
     path.chmod(0o755)
 
 
@@ -66,8 +58,7 @@ def prepare(clone: Path, *arguments: str, **variables: str):
     """Run the script from another directory; PATH has basic commands and the stand-ins in base/."""
     commands = clone.parent / "commands"
     environment = {"PATH": f"{clone.parent / 'base'}:{commands}", "HOME": os.environ.get("HOME", "/"), **variables}
-    command = [BASH, str(clone / "tools" / "prepare_environment.sh"), *arguments]
-    return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+    return run_program(BASH, clone / "tools" / "prepare_environment.sh", *arguments, cwd="/", env=environment)
 
 
 def pip_calls(environment: Path) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY
+from commands import REPOSITORY, run_program
 from distributed.training_command import environment
 from json_files import write_jsonl
 from security.good_inputs import write_eurobert
@@ -24,9 +24,7 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 def start(script: str | Path, *words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     # PATH as in an active environment, which glue.sh and mteb.sh need.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    options = {"env": environment(1, PATH=path, **variables), "cwd": cwd, "timeout": 300}
-    command = ["bash", str(EXAMPLES / script), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    return run_program("bash", EXAMPLES / script, *words, cwd=cwd, env=environment(1, PATH=path, **variables))
 
 
 def succeed(script: str, *words: object, cwd: Path, **variables: str) -> str:
@@ -43,7 +41,7 @@ def test_scripts_parse():
             compile(source, str(script), "exec")
             assert shell.splitlines()[-1].startswith("exec ")
             shell = shell.replace("''':'\n", "", 1)
-        result = subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True, check=False)
+        result = run_program("bash", "-n", input=shell)
         assert (result.returncode, result.stderr) == (0, ""), script
 
 

@@ -5,11 +5,10 @@ tests/security opens hostile files.
 """
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 
-from commands import REPOSITORY
+from commands import REPOSITORY, run_program
 
 TOPS = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples")
 SOURCES = sorted(path for top in TOPS for path in (REPOSITORY / top).rglob("*.py"))
@@ -82,9 +81,8 @@ quit(1)
 
 
 def test_lint_reports_every_banned_import_and_call():
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"]
-    command += ["--stdin-filename", "megatron_neobert/planted.py", "-"]
-    ended = subprocess.run(command, cwd=REPOSITORY, input=BANNED, capture_output=True, text=True, check=False)
+    ruff = (sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise")
+    ended = run_program(*ruff, "--stdin-filename", "megatron_neobert/planted.py", "-", cwd=REPOSITORY, input=BANNED)
     codes = ("TID251", "S102", "S301", "S307", "S506", "S602", "S605", "PLR1722")
     reported = {line.split(":")[1] for line in ended.stdout.splitlines() if any(f": {code} " in line for code in codes)}
     harmless = {"2", "8", "10"}  # imports of modules that have harmless functions too

@@ -3,11 +3,10 @@
 import ast
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from commands import ENVIRONMENT, REPOSITORY
+from commands import ENVIRONMENT, REPOSITORY, succeed
 from test_tutorial import TINY
 
 PAGE = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
@@ -25,11 +24,8 @@ def test_blocks_of_the_page_run_in_order_beside_a_corpus_and_a_run(tiny_corpus, 
     environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "NPROC_PER_NODE": "1"}
     program = "\n".join(BLOCKS) + "\nassert no_lists(api.Record('a', 'shard', {})).fields == {'characters': 1}\n"
     for command in (["-m", "megatron_neobert", "train", *train], ["-c", program]):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "packed sequences" in done.stdout and "nats per masked token" in done.stdout
+        printed = succeed(sys.executable, *command, cwd=tmp_path, env=environment)
+    assert "packed sequences" in printed and "nats per masked token" in printed
     assert (tmp_path / "model" / "config.json").is_file()
 
 

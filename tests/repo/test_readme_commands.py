@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import REPOSITORY
+from commands import REPOSITORY, succeed
 from test_tutorial import TINY
 from tests_tiny import made_up_texts
 
@@ -68,9 +67,8 @@ def help_of(*words: str) -> str:
     """The --help of a script or command, or of one of its subcommands."""
     starts = {".py": [sys.executable], ".sh": ["bash"], "": [sys.executable, "-m", "megatron_neobert"]}
     every = "--help-all" if words in (("train",), ("examples/pretrain_neobert.sh",)) else "--help"
-    command = [*starts[Path(words[0]).suffix], *words, every]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
+    command = (*starts[Path(words[0]).suffix], *words, every)
+    return succeed(*command, cwd=REPOSITORY, env=os.environ | {"PYTHON": sys.executable})
 
 
 def unknown_flags(command: str) -> list[str]:
@@ -133,29 +131,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def succeed(place: Path, command: str) -> str:
+def succeed_in(place: Path, command: str) -> str:
     """Run a line in a shell whose python is this one, and return what was printed."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"}
     environment["PATH"] = f"{place / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
     environment.pop("NPROC_PER_NODE", None)  # one rank unless the command says otherwise
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    return succeed("bash", "-c", command, cwd=place, env=environment)
 
 
 @pytest.mark.slow
 def test_blocks_of_the_readme_lead_from_raw_shards_to_a_model_that_fills_masks_and_the_quick_start_resumes(place: Path):
     block = block_of("README.md", "Your own corpus", "bash").replace("\\\n", " ")
     lines = [" ".join(line.split(" #")[0].split()) for line in block.splitlines()]
-    said = {line: succeed(place, line) for line in lines if line and not line.startswith("source ")}
+    said = {line: succeed_in(place, line) for line in lines if line and not line.startswith("source ")}
     assert len(said) == 6, list(said)
     plan = next(output for command, output in said.items() if command.endswith("--dry-run"))
     assert "parameters" in plan and "1,000,000 iterations" in plan
     assert sorted(path.name for path in (place / "runs" / "first").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
     (place / "fill.py").write_text(block_of("README.md", "Your own corpus", "python"))
-    assert "'token_str'" in succeed(place, "python fill.py")
+    assert "'token_str'" in succeed_in(place, "python fill.py")
 
     run = place / "quickstart_run"  # finished stages are skipped: they find these files under their own names
     shutil.copytree(place / "tokenizer", run / "tokenizer")
@@ -163,7 +157,7 @@ def test_blocks_of_the_readme_lead_from_raw_shards_to_a_model_that_fills_masks_a
         shutil.copy(path, run / path.name.replace("web", "corpus"))
     shutil.copytree(place / "runs" / "first", run / "checkpoints")
     shutil.rmtree(run / "checkpoints" / "iter_0000004")  # so that two iterations are left
-    output = succeed(place, "bash examples/quickstart.sh")
+    output = succeed_in(place, "bash examples/quickstart.sh")
     assert output.count("already there") == 3
     assert re.search(r"== Summary\n +loss +\d+\.\d\d -> \d+\.\d\d nats per masked token", output)
     assert (run / "checkpoints" / "iter_0000004").is_dir()

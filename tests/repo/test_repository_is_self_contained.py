@@ -1,11 +1,10 @@
 """The repository has no path of a machine, no host of a package registry, and no huge file."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY
+from commands import REPOSITORY, run_program
 
 MAXIMUM_LINES = 400
 # All classes of an export are in one file, which is exported alone.
@@ -21,8 +20,7 @@ REGISTRY_HOST = re.compile(
 
 def list_files() -> list[Path]:
     """Files that git tracks or would track."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    result = run_program("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=REPOSITORY)
     if result.returncode != 0:
         pytest.skip("not a git checkout", allow_module_level=True)
     return [path for name in result.stdout.split("\0") if name and (path := REPOSITORY / name).is_file()]

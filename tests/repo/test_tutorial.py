@@ -4,14 +4,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY
+from commands import ENVIRONMENT, REPOSITORY, succeed
 
 PAGE, NOTEBOOK = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "tutorial.ipynb"
 # In the place of 500 iterations; a file goes before the recipe of its name.
@@ -62,16 +61,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / folder, place / "source" / folder, symlinks=True)
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, place / "source" / file)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*build, "-w", place, place / "source"], check=True)
+    pip = (sys.executable, "-m", "pip")
+    succeed(*pip, "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", place, place / "source")
     venv.create(place / "env")
     (packages,) = (place / "env").glob("lib/python*/site-packages")
     others = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (packages / "others.pth").write_text(others)
     (wheel,) = place.glob("*.whl")
-    install = [sys.executable, "-m", "pip", "--python", place / "env" / "bin" / "python", "install", "-q", "--no-deps"]
-    subprocess.run([*install, "--no-index", "--ignore-installed", wheel], check=True)
-    return place / "env" / "bin" / "python"
+    python = place / "env" / "bin" / "python"
+    succeed(*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    return python
 
 
 def test_notebook_leads_from_an_installed_wheel_and_an_empty_folder_to_an_evaluated_model(python: Path, tmp_path: Path):
@@ -82,10 +81,8 @@ def test_notebook_leads_from_an_installed_wheel_and_an_empty_folder_to_an_evalua
     said = ""
     for source in ["import megatron_neobert\nprint(megatron_neobert.__file__)", *code]:
         shell = source.startswith("%%bash\n")
-        command = ["bash", "-euc", source.partition("\n")[2]] if shell else [python, "-c", source]
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, f"{source}\n{ended.stdout}{ended.stderr}"
-        said += ended.stdout
+        command = ("bash", "-euc", source.partition("\n")[2]) if shell else (python, "-c", source)
+        said += succeed(*command, cwd=tmp_path, env=environment)
     assert said.startswith(str(python.parents[1])), "the wheel's package, and not the checkout's"
     assert len(code) == 11, "the blocks of the page"
     assert (tmp_path / "model" / "config.json").is_file()

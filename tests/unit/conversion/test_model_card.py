@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import succeed
 from huggingface_hub import ModelCard
 from saved_model import build_reference
 
@@ -23,9 +24,8 @@ def test_examples_run_without_a_question_and_use_remote_code_only_for_the_neober
     assert ("trust_remote_code" in text) == is_trusted
     # A new process: in this one, the neobert classes are registered, and transformers would not ask.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", "\n".join(blocks).replace(MODEL_ID, str(folder))]
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    output = subprocess.run(command, check=True, **options).stdout
+    program = "\n".join(blocks).replace(MODEL_ID, str(folder))
+    output = succeed(sys.executable, "-c", program, env=environment, stdin=subprocess.DEVNULL)
     assert "custom code" not in output
     assert output.splitlines()[0] == "(2, 32)"
     assert "'token_str'" in output and "torch.Size([2, " in output

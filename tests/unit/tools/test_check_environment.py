@@ -2,11 +2,10 @@
 
 import os
 import platform
-import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, run
+from commands import ENVIRONMENT, REPOSITORY, run, run_program
 
 from megatron_neobert.commands import check
 from megatron_neobert.commands.check import Finding, folder_findings, package_findings
@@ -72,8 +71,8 @@ def test_torch_that_cannot_be_used_is_a_problem_and_ends_with_69(broken, problem
 
 
 def test_environment_without_packages_names_the_script_that_prepares_one():
-    command = [sys.executable, "-E", "-S", "-m", "megatron_neobert", "check", "environment"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    words = ("-E", "-S", "-m", "megatron_neobert", "check", "environment")
+    ended = run_program(sys.executable, *words, cwd=REPOSITORY)
     assert (ended.returncode, ended.stderr) == (69, "")
     assert "problem packages: megatron-neobert or its requirements are not installed" in ended.stdout
     assert "run bash tools/prepare_environment.sh" in ended.stdout

@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow
 import pytest
-from commands import REPOSITORY, call
+from commands import REPOSITORY, call, run_program
 from pyarrow import parquet
 
 from megatron_neobert.__main__ import NAMES
@@ -29,15 +28,8 @@ def start(*words: object, packages: Path | None = None, options: tuple[str, ...]
     """
     path = [str(packages or ""), str(REPOSITORY)]
     command = [str(words[0])] if str(words[0]).endswith(".py") else ["-m", "megatron_neobert", str(words[0])]
-    ended = subprocess.run(
-        [sys.executable, *options, *command, *map(str, words[1:])],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path[:1] if command[0] != "-m" else path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path[:1] if command[0] != "-m" else path)}
+    ended = run_program(sys.executable, *options, *command, *words[1:], cwd="/", env=environment)
     return ended.returncode, ended.stderr
 
 
@@ -51,8 +43,7 @@ def test_script_imports_this_project_from_its_own_checkout(script):
 def test_script_can_be_loaded_without_any_package():
     """Its packages are imported in `main`, where run_command reports a missing one."""
     code = "import runpy, sys\nfor script in sys.argv[1:]: assert 'main' in runpy.run_path(script, run_name='read')"
-    command = [sys.executable, "-E", "-S", "-c", code, *map(str, SCRIPTS)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = run_program(sys.executable, "-E", "-S", "-c", code, *SCRIPTS)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -66,7 +57,7 @@ def test_command_without_the_environment_ends_with_69_and_names_the_remedy(words
 
 def test_python_that_is_too_old_is_refused():
     code = "import sys; sys.version_info = (3, 9, 18); import megatron_neobert"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    ended = run_program(sys.executable, "-c", code)
     assert ended.returncode == 69
     assert ended.stderr.startswith(f"error: {sys.executable} is Python 3.9, and")
 
@@ -93,8 +84,7 @@ for script in sys.argv[1:]:
 for name in NAMES:
     assert ask(["neobert", *name.split()], main).startswith(f"usage: neobert {name} "), name
 """
-    command = [sys.executable, "-c", code, *map(str, SCRIPTS)]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    ended = run_program(sys.executable, "-c", code, *SCRIPTS)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -1,10 +1,9 @@
 """The console command `neobert`: overview, unknown commands, shell completion, and start from any folder."""
 
-import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, run
+from commands import ENVIRONMENT, REPOSITORY, run, run_program, succeed
 
 from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain
@@ -17,8 +16,7 @@ sys.argv = ["neobert", "--help"]
 try: runpy.run_module("megatron_neobert", run_name="__main__")
 except SystemExit as end: assert not end.code
 print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)))"""
-    ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    *shown, imported = ended.stdout.splitlines()
+    *shown, imported = succeed(sys.executable, "-c", code).splitlines()
     assert imported == "['megatron_neobert']"
     assert [name for name in neobert.NAMES if not any(line.startswith(f"  {name} ") for line in shown)] == []
     assert max(map(len, shown)) <= 80
@@ -59,9 +57,8 @@ def test_unknown_command_is_refused_with_a_suggestion(words, sentence):
 def test_shell_completes_commands_flags_and_values(typed, answers):
     """bash, as registered by argcomplete, passes the line in the environment and reads file descriptor 8."""
     asked = {"COMP_LINE": typed, "COMP_POINT": str(len(typed)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
-    command = ["bash", "-c", 'exec "$@" 8>&1', "bash", sys.executable, "-m", "megatron_neobert"]
-    ended = subprocess.run(command, env={**ENVIRONMENT, **asked}, capture_output=True, text=True, check=False)
-    assert ended.stdout.split() == answers
+    command = ("bash", "-c", 'exec "$@" 8>&1', "bash", sys.executable, "-m", "megatron_neobert")
+    assert run_program(*command, env=ENVIRONMENT | asked).stdout.split() == answers
 
 
 def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_name(tmp_path):
@@ -77,6 +74,5 @@ def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_nam
             ("ablations/m8", 2, "--data-path is missing"),
             ("ablations/m99", 66, "or recipe; did you mean 'ablations/"),
         ):
-            command = [sys.executable, *map(str, start), "--config", recipe]
-            ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+            ended = run_program(sys.executable, *start, "--config", recipe, cwd=tmp_path)
             assert ended.returncode == code and sentence in ended.stderr

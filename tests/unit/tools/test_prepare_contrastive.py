@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from commands import REPOSITORY
+from commands import REPOSITORY, run_program
 from json_files import write_jsonl
 from unit.evaluation.contrastive_inputs import RECIPE, read_config, write_card
 
@@ -68,8 +68,7 @@ def hub(tmp_path_factory):
 
 
 def prepare(hub: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "examples" / "prepare_contrastive.py"), *map(str, words)]
-    return subprocess.run(command, cwd=hub, capture_output=True, text=True, check=False, timeout=300)
+    return run_program(sys.executable, REPOSITORY / "examples" / "prepare_contrastive.py", *words, cwd=hub)
 
 
 def test_files_of_all_datasets_of_the_recipe_have_the_pairs_of_their_repositories(hub, tmp_path):

@@ -1,11 +1,10 @@
 """`neobert preprocess` and `neobert train-tokenizer` as a user calls them: output, files and exit codes."""
 
 import json
-import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, command_line, run_forked
+from commands import ENVIRONMENT, command_line, run_forked, run_program, succeed
 from unit.data.preprocess_workspace import LETTERS, Workspace, arguments_of
 
 
@@ -107,16 +106,13 @@ try: runpy.run_module("megatron_neobert", run_name="__main__")
 except SystemExit as end: assert not end.code, end.code
 assert not {unwanted} & set(sys.modules), "imported"
 """
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    succeed(sys.executable, "-c", script)
 
 
 def test_closed_standard_output_ends_with_141_after_the_corpus_is_complete(place):
     pipeline = '"$@" | true; exit "${PIPESTATUS[0]}"'
     command = ["bash", "-c", pipeline, "bash", *command_line("preprocess", *arguments_of(place))]
-    environment = {**ENVIRONMENT, "TQDM_DISABLE": "1"}  # users may disable the progress bar
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    ended = run_program(*command, env=ENVIRONMENT | {"TQDM_DISABLE": "1"})  # users may disable the progress bar
     assert (ended.returncode, ended.stderr) == (141, "")
     assert (place / "run_content_document.json").exists()
 

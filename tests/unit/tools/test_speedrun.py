@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import REPOSITORY, run_forked
+from commands import REPOSITORY, run_forked, succeed
 from scipy import stats
 
 from benchmarks import speedrun
@@ -98,10 +97,8 @@ def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
         "TOKENIZER": tiny_corpus.tokenizer,
     }
     environment = os.environ | data | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "speedrun")}
-    command = ["bash", str(REPOSITORY / "examples" / "speedrun.sh"), *map(str, recipes)]
     for _ in range(2):
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("already trained: iteration 4 of 4 is saved") == 4
+        printed = succeed("bash", REPOSITORY / "examples" / "speedrun.sh", *recipes, env=environment)
+    assert printed.count("already trained: iteration 4 of 4 is saved") == 4
     written = json.loads((tmp_path / "speedrun" / "speedrun.json").read_text())
     assert [(line["recipe"], line["seeds"]) for line in written["recipes"]] == [("plain", 2), ("other", 2)]

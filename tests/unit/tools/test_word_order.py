@@ -1,12 +1,11 @@
 """`examples/word_order.py`: a classification task without labels."""
 
 import json
-import subprocess
 import sys
 
 import pyarrow
 import pyarrow.parquet
-from commands import REPOSITORY
+from commands import REPOSITORY, run_program
 
 WORDS = [left + right for left in ("ba", "do", "ki", "lu") for right in ("n", "r", "t", "st", "mp")]
 
@@ -17,8 +16,8 @@ def write_task(tmp_path, sentences):
         number = "".join("abcdefghij"[int(digit)] for digit in str(i))
         texts.append(f"The {' '.join(WORDS[(i * k) % len(WORDS)] for k in range(1, 12))} number {number}.")
     pyarrow.parquet.write_table(pyarrow.table({"content": texts}), tmp_path / "texts.parquet")
-    command = [sys.executable, str(REPOSITORY / "examples" / "word_order.py"), "texts.parquet", "order/swaps"]
-    return texts, subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    script = REPOSITORY / "examples" / "word_order.py"
+    return texts, run_program(sys.executable, script, "texts.parquet", "order/swaps", cwd=tmp_path)
 
 
 def test_half_of_the_sentences_have_two_neighbours_swapped_and_no_sentence_is_used_twice(tmp_path):
