@@ -2,9 +2,8 @@
 
 import os
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,39 +27,32 @@ def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
 
 
-def end_while_waiting(
-    prepare: Callable[[], None], *numbers: signal.Signals, answers: Sequence[str] = ()
-) -> tuple[int | None, str]:
+def end_while_waiting(prepare: Callable[[], None], *numbers: signal.Signals) -> tuple[int | None, str]:
     """Send signals to a process whose gloo waits for a rank that never joins. Return its exit code and output.
+
+    The process prints a line at each signal, and the next signal is sent after this line.
 
     Args:
         prepare: Installs the handlers in the process.
-        answers: Expected output after each signal except the last. The next signal is sent when it was printed.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryFile() as output:
-
-        def printed() -> str:
-            # pread, because the process shares the offset of this file.
-            return os.pread(output.fileno(), 1 << 16, 0).decode()
-
-        streams = (output.fileno(), output.fileno())
-        call = processes._Call(wait_for_rank_1, (prepare, store.port), dict(os.environ), streams)
-        processes.use_server()
-        process = get_context("forkserver").Process(target=call)
-        process.start()
-        try:
-            # gloo stores its address just before it waits.
-            while store.num_keys() == 0 and process.is_alive():
-                time.sleep(0.05)
-            for number, answer in zip(numbers, [*answers, ""], strict=True):
-                os.kill(process.pid, number)
-                while answer not in printed() and process.is_alive():
-                    time.sleep(0.05)
-            process.join(600)
-        finally:
-            process.kill()
-        return process.exitcode, printed()
+    reader, writer = os.pipe()
+    call = processes._Call(wait_for_rank_1, (prepare, store.port), dict(os.environ), (writer, writer))
+    processes.use_server()
+    process = get_context("forkserver").Process(target=call)
+    process.start()
+    os.close(writer)
+    # gloo stores its address just before it waits.
+    while store.num_keys() == 0 and process.is_alive():
+        time.sleep(0.05)
+    with os.fdopen(reader) as output:
+        lines = []
+        for number in numbers:
+            os.kill(process.pid, number)
+            lines.append(output.readline())
+        lines.append(output.read())
+    process.join()
+    return process.exitcode, "".join(lines)
 
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS, ids=lambda number: number.name)
@@ -76,7 +68,7 @@ def test_stop_signal_ends_a_launcher_that_waits_for_another_node_with_75():
 
 def test_second_interrupt_aborts_a_rank_that_waits_for_another_rank():
     first = "stopping after this iteration, then saving if there is --save; Ctrl-C again stops at once without saving\n"
-    ended = end_while_waiting(rank_in_a_group, signal.SIGINT, signal.SIGINT, answers=[first])
+    ended = end_while_waiting(rank_in_a_group, signal.SIGINT, signal.SIGINT)
     assert ended == (130, f"{first}rank 0: aborted\n")
 
 

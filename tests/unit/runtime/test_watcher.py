@@ -9,17 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from functools import partial
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import REPOSITORY
 from processes import run_on_ranks
-from torch.distributed import Store
-from torch.distributed.distributed_c10d import GroupName, _store_based_barrier
 
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.runtime import distributed, watcher
@@ -80,72 +75,50 @@ def test_nccl_and_slurm_wait_longer_than_the_report_of_the_watcher_takes():
     assert int(slurm_seconds) > 60 * ParallelConfig().distributed_timeout_minutes + report_seconds
 
 
-class CountedStore:
-    """A store that counts the keys of all requests."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self.keys = store, 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def request(*arguments: Any) -> Any:
-            self.keys += len(arguments[0]) if isinstance(arguments[0], list) else 1
-            return getattr(self._store, name)(*arguments)
-
-        return request
-
-
-def simulate(ranks: int, *, silent: int) -> tuple[dict[str, float], set[Failure]]:
+def simulate(ranks: int, *, silent: int) -> tuple[dict[str, float], set[Failure | None]]:
     """Run `ranks` ranks as threads, each with its own connection. The rank `silent` stops before the search.
 
     Returns:
-        Keys of the requests of a rank for its groups, for five seconds of a run and for the search; and the failures
-        that the ranks then see.
+        Keys in the requests of a rank, for five seconds of a run and for the search; and the failures of the search.
     """
     server = serve_store("127.0.0.1", 0, nodes=ranks)
-    failures = set()
 
-    def form_groups(rank: int) -> None:
-        # A rank without tensor, pipeline or context parallelism is in 11 groups of one rank and in 6 of all.
-        groups = [(f"{rank}, {number}", 1) for number in range(11)] + [(f"all, {number}", ranks) for number in range(6)]
-        for name, members in groups:
-            _store_based_barrier(rank, stores[rank], GroupName(name), members, timedelta(minutes=10))
+    def connect(rank: int) -> Watcher:
+        watched = Watcher(limit_seconds=600)
+        store = Mock(wraps=reach_store("127.0.0.1", server.port, timeout_seconds=600))
+        watched._status, watched._run = Status(rank, "here"), RunStatus(store, node=str(rank // 8), ranks=ranks)
+        return watched
 
-    def train(rank: int) -> None:
+    def train(watched: Watcher) -> None:
         for _ in range(5):
-            assert watchers[rank]._exchange_status() is None
+            assert watched._exchange_status() is None
             time.sleep(1)
 
-    def search(rank: int) -> None:
-        watchers[rank]._limit_seconds = 0.0
-        while rank != silent and (failure := watchers[rank]._exchange_status()) is None:
+    def search(watched: Watcher) -> Failure | None:
+        watched._limit_seconds = 0.0
+        while (failure := watched._exchange_status()) is None:
             time.sleep(1)
-        if rank != silent:
-            failures.add(failure)
+        return failure
 
-    keys = {}
     with ThreadPoolExecutor(ranks) as threads:
-        connect = partial(reach_store, "127.0.0.1", server.port, timeout_seconds=600)
-        stores = list(threads.map(lambda _: CountedStore(connect()), range(ranks)))
-        watchers = [Watcher(limit_seconds=600) for _ in range(ranks)]
-        for rank, (watched, store) in enumerate(zip(watchers, stores, strict=True)):
-            watched._status, watched._run = Status(rank, "here"), RunStatus(store, node=str(rank // 8), ranks=ranks)
-        for phase in (form_groups, train, search):
-            before = sum(store.keys for store in stores)
-            started = time.monotonic()
-            list(threads.map(phase, range(ranks)))
-            keys[phase.__name__] = (sum(store.keys for store in stores) - before) / ranks
-            print(
-                f"{ranks} ranks, {phase.__name__}: {time.monotonic() - started:.1f} s, {keys[phase.__name__]:.0f} keys"
-            )
+        watchers = list(threads.map(connect, range(ranks)))
+
+        def mean_keys() -> float:
+            requested = [call.args[0] for watched in watchers for call in watched._run.store.method_calls]
+            return sum(len(key) if isinstance(key, list) else 1 for key in requested) / ranks
+
+        list(threads.map(train, watchers))
+        keys = {"train": mean_keys()}
+        failures = set(threads.map(search, watchers[:silent] + watchers[silent + 1 :]))
+        keys["search"] = mean_keys() - keys["train"]
     return keys, failures
 
 
 @pytest.mark.slow
 def test_requests_of_a_rank_to_the_store_do_not_grow_with_the_run_and_256_ranks_find_the_silent_rank():
-    requests = {}
+    keys = {}
     for ranks in (64, 256):  # with 1,024 threads, Python itself delays the status of a rank on a busy machine
-        requests[ranks], failures = simulate(ranks, silent=ranks // 2)
+        keys[ranks], failures = simulate(ranks, silent=ranks // 2)
         (failure,) = failures
         assert (failure.rank, failure.reason) == (ranks // 2, f"does not answer{watcher.REMEDY}")
-    for name, keys in requests[256].items():
-        assert keys <= 2 * requests[64][name], requests
+    assert all(count <= 2 * keys[64][phase] for phase, count in keys[256].items()), keys
