@@ -1,7 +1,6 @@
 """Padding, packing, head and initial weights of the Megatron model."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,17 +15,13 @@ LENGTHS = (5, 1, 17, 41)
 TOKENS = sum(LENGTHS)
 
 
-def small_settings(**training: object) -> Settings:
-    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
-    return Settings(model=model).with_section("training", **training)
-
-
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture
-def build() -> Callable[..., NeoBERTModel]:
-    return lambda **training: NeoBERTModel(small_settings(**training), vocab_size=VOCAB).eval()
+def model() -> NeoBERTModel:
+    shape = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    return NeoBERTModel(Settings(model=shape), vocab_size=VOCAB).eval()
 
 
 def pack_documents() -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,8 +30,7 @@ def pack_documents() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_t, torch.tensor([0, *LENGTHS]).cumsum(0).int()
 
 
-def test_vocabulary_padding_has_no_share_of_the_softmax_and_no_gradient(build):
-    model = build()
+def test_vocabulary_padding_has_no_share_of_the_softmax_and_no_gradient(model):
     tokens_t, cu_seqlens_n = pack_documents()
     with torch.no_grad():
         model.output_layer.bias[VOCAB:] = 1e4  # would win every softmax
@@ -50,8 +44,7 @@ def test_vocabulary_padding_has_no_share_of_the_softmax_and_no_gradient(build):
     assert not model.output_layer.bias.grad[VOCAB:].any()
 
 
-def test_a_document_has_the_same_loss_alone_and_packed(build):
-    model = build()
+def test_a_document_has_the_same_loss_alone_and_packed(model):
     tokens_t, cu_seqlens_n = pack_documents()
     packed_m, _ = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
     for start, end in zip(cu_seqlens_n[:-1].tolist(), cu_seqlens_n[1:].tolist(), strict=True):
@@ -64,8 +57,7 @@ def test_a_document_has_the_same_loss_alone_and_packed(build):
     assert gap > 100 * PACKED_LOSS.gate, "attention across documents must change the loss"
 
 
-def test_with_causal_attention_a_loss_depends_on_no_later_token(build):
-    model = build()
+def test_with_causal_attention_a_loss_depends_on_no_later_token(model):
     tokens_t, cu_seqlens_n = pack_documents()
     changed_t = tokens_t.clone()
     changed_t[TOKENS - 10] = (changed_t[TOKENS - 10] + 1) % VOCAB  # in the last document
@@ -81,8 +73,7 @@ def test_with_causal_attention_a_loss_depends_on_no_later_token(build):
         assert not is_equal_t[TOKENS - 10 :].any()
 
 
-def test_micro_batch_without_masked_tokens_has_no_loss_and_no_gradient(build):
-    model = build()
+def test_micro_batch_without_masked_tokens_has_no_loss_and_no_gradient(model):
     tokens_t, cu_seqlens_n = pack_documents()
     empty = torch.empty(0, dtype=torch.int64)
     losses_m, correct_m = model(tokens_t, cu_seqlens_n, 64, empty, empty)
@@ -91,14 +82,14 @@ def test_micro_batch_without_masked_tokens_has_no_loss_and_no_gradient(build):
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_prediction_is_correct_only_if_no_logit_is_larger(build):
+def test_prediction_is_correct_only_if_no_logit_is_larger(model):
     logits_mv = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [1.0, 5.0, 5.0]])
-    _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]), build().config)
+    _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]), model.config)
     assert correct_m.tolist() == [1.0, 0.0, 1.0]
 
 
-def test_initial_matrices_are_uniform_norms_one_and_bias_and_padding_zero(build):
-    parameters = dict(build().named_parameters())
+def test_initial_matrices_are_uniform_norms_one_and_bias_and_padding_zero(model):
+    parameters = dict(model.named_parameters())
     embedding = parameters["embedding.word_embeddings.weight"]
     assert not embedding[VOCAB:].any()
     assert embedding[:VOCAB].abs().max() <= 0.02
@@ -107,7 +98,7 @@ def test_initial_matrices_are_uniform_norms_one_and_bias_and_padding_zero(build)
     assert (parameters["decoder.final_layernorm.weight"] == 1).all()
 
 
-def test_empty_documents_and_filler_positions_change_nothing(build):
+def test_empty_documents_and_filler_positions_change_nothing(model):
     """On a GPU, they give all micro-batches the same shape."""
     tokens_t, cu_seqlens_n = pack_documents()
     positions_m = torch.tensor([0, 7, 33])
@@ -116,14 +107,15 @@ def test_empty_documents_and_filler_positions_change_nothing(build):
         torch.cat([values, torch.full((4,), filler)])
         for values, filler in ((positions_m, 0), (tokens_t[positions_m], -100))
     )
-    plain, filled = build(), build()
-    losses_m, correct_m = plain(tokens_t, cu_seqlens_n, 64, positions_m, tokens_t[positions_m])
-    filled_losses_m, filled_correct_m = filled(tokens_t, filled_n, 64, filled_positions_m, filled_labels_m)
+    losses_m, correct_m = model(tokens_t, cu_seqlens_n, 64, positions_m, tokens_t[positions_m])
+    filled_losses_m, filled_correct_m = model(tokens_t, filled_n, 64, filled_positions_m, filled_labels_m)
     torch.testing.assert_close(filled_losses_m[:3], losses_m, rtol=PACKED_LOSS.gate, atol=0)
     assert torch.equal(filled_correct_m[:3], correct_m)
     assert not filled_losses_m[3:].any() and not filled_correct_m[3:].any()
-    losses_m.sum().backward()
-    filled_losses_m.sum().backward()
-    for (name, parameter), filled_parameter in zip(plain.named_parameters(), filled.parameters(), strict=True):
-        gap = (filled_parameter.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
+    parameters = dict(model.named_parameters())
+    gradients, filled_gradients = (
+        torch.autograd.grad(losses.sum(), parameters.values()) for losses in (losses_m, filled_losses_m)
+    )
+    for name, gradient, filled_gradient in zip(parameters, gradients, filled_gradients, strict=True):
+        gap = (filled_gradient - gradient).abs().max() / gradient.abs().max()
         assert gap <= FILLED_UP_GRADIENT.gate, name
