@@ -2,81 +2,64 @@
 
 import ast
 import sys
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 from commands import REPOSITORY
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A module may import modules of lower levels, and of the same group at its level."""
+class Layer(NamedTuple):
+    """A module may import modules of lower levels, and of the same group at its level.
+
+    `modules` are prefixes; the longest prefix of a module counts. A prefix with a point follows "megatron_neobert".
+    """
 
     level: int
     group: str
+    modules: str
 
 
-PURE = Layer(2, "pure")
-# Prefix of a module -> its layer; the longest prefix counts.
-LAYERS = {
-    "megatron_neobert": Layer(0, "version"),
-    "megatron_neobert.huggingface": Layer(0, "huggingface"),  # exported without the rest of the package
-    "megatron_neobert.huggingface.auto_classes": Layer(1, "huggingface"),  # not exported
-    "megatron_neobert.huggingface.checks": Layer(2, "huggingface"),
-    "megatron_neobert.huggingface.folder_files": Layer(2, "huggingface"),
-    "megatron_neobert.huggingface.hub": Layer(2, "huggingface"),
-    "megatron_neobert.text": Layer(0, "errors"),
-    "megatron_neobert.errors": Layer(0, "errors"),
-    "megatron_neobert.cli": Layer(0, "errors"),
-    "megatron_neobert.megatron_flags": Layer(0, "errors"),
-    "megatron_neobert.config": Layer(1, "config"),
-    "megatron_neobert.config.cli": Layer(2, "command line"),
-    # Start-up and files, without torch. Modules that use Megatron have a higher layer.
-    "megatron_neobert.runtime": Layer(1, "runtime"),
-    "megatron_neobert.runtime.store": Layer(2, "runtime"),
-    "megatron_neobert.model.reference": PURE,
-    "megatron_neobert.model.flops": PURE,
-    "megatron_neobert.data.batches.masking": PURE,
-    "megatron_neobert.data.batches.packing": PURE,
-    "megatron_neobert.data.batches.order": PURE,
-    "megatron_neobert.data.batches.philox": PURE,
-    "megatron_neobert.runtime.distributed": Layer(3, "platform"),
-    "megatron_neobert.runtime.cpu_backend": Layer(3, "platform"),
-    "megatron_neobert.runtime.megatron_patches": Layer(3, "platform"),
-    "megatron_neobert.runtime.megatron_imports": Layer(3, "platform"),
-    "megatron_neobert.runtime.signals": Layer(3, "platform"),
-    "megatron_neobert.runtime.watcher": Layer(3, "platform"),
-    "megatron_neobert.model": Layer(4, "model"),
-    "megatron_neobert.data": Layer(4, "data"),
-    "megatron_neobert.state": Layer(5, "training"),
-    "megatron_neobert.training": Layer(5, "training"),
-    "megatron_neobert.planning": Layer(5, "training"),  # a start prints the warnings of the plan
-    "megatron_neobert.checkpoint": Layer(5, "training"),
-    "megatron_neobert.evaluation": Layer(6, "evaluation"),
-    "megatron_neobert.inspection": Layer(7, "inspection"),
-    "checkpoint_conversion": Layer(7, "conversion"),
-    "checkpoint_conversion.convert": Layer(9, "names"),  # started as a file of a checkout, it runs commands
-    "tools": Layer(9, "names"),  # preprocess_data.py runs a command
-    "tools.accept_gpu": Layer(8, "commands"),
-    "tools.acceptance": Layer(7, "acceptance"),  # phases of tools/accept_gpu.py
-    "benchmarks": Layer(8, "benchmarks"),
-    "megatron_neobert.commands": Layer(8, "commands"),
-    "megatron_neobert.launch": Layer(7, "launch"),
-    "megatron_neobert.pretrain": Layer(7, "launch"),
-    "megatron_neobert.api": Layer(8, "api"),
-    "megatron_neobert.__main__": Layer(9, "names"),
+LAYERS = [
+    Layer(0, "version", "megatron_neobert"),
+    Layer(0, "huggingface", ".huggingface"),  # exported without the rest of the package, except the next two lines
+    Layer(1, "huggingface", ".huggingface.auto_classes"),
+    Layer(2, "huggingface", ".huggingface.checks .huggingface.folder_files .huggingface.hub"),
+    Layer(0, "errors", ".text .errors .cli .megatron_flags"),
+    Layer(1, "config", ".config"),
+    Layer(2, "command line", ".config.cli"),
+    Layer(1, "runtime", ".runtime"),  # start-up and files, without torch
+    Layer(2, "runtime", ".runtime.store"),
+    Layer(2, "pure", ".model.reference .model.flops"),
+    Layer(2, "pure", ".data.batches.masking .data.batches.packing .data.batches.order .data.batches.philox"),
+    Layer(3, "platform", ".runtime.distributed .runtime.cpu_backend .runtime.megatron_patches"),
+    Layer(3, "platform", ".runtime.megatron_imports .runtime.signals .runtime.watcher"),
+    Layer(4, "model", ".model"),
+    Layer(4, "data", ".data"),
+    Layer(5, "training", ".state .training .checkpoint .planning"),  # a start prints the warnings of the plan
+    Layer(6, "evaluation", ".evaluation"),
+    Layer(7, "inspection", ".inspection"),
+    Layer(7, "conversion", "checkpoint_conversion"),
+    Layer(7, "acceptance", "tools.acceptance"),  # phases of tools/accept_gpu.py
+    Layer(7, "launch", ".launch .pretrain"),
+    Layer(8, "benchmarks", "benchmarks"),
+    Layer(8, "commands", ".commands tools.accept_gpu"),
+    Layer(8, "api", ".api"),
+    Layer(9, "names", ".__main__ tools checkpoint_conversion.convert"),  # files of a checkout that run commands
+]
+PREFIXES = {
+    f"megatron_neobert{name}" if name.startswith(".") else name: layer
+    for layer in LAYERS
+    for name in layer.modules.split()
 }
 
 
 def layer_of(module: str) -> Layer:
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        # The package itself has only the version, so every module directly below it needs its own line.
-        if prefix in LAYERS and (prefix != "megatron_neobert" or length == len(parts)):
-            return LAYERS[prefix]
-    raise AssertionError(f"{module} has no layer in tests/repo/test_import_direction.py; add one")
+    longest = max((prefix for prefix in PREFIXES if f"{module}.".startswith(f"{prefix}.")), key=len)
+    # The package itself has only the version, so every module directly below it needs its own prefix.
+    missing = longest == "megatron_neobert" != module
+    assert not missing, f"{module} has no layer in tests/repo/test_import_direction.py; add one"
+    return PREFIXES[longest]
 
 
 def find_modules() -> dict[str, Path]:
