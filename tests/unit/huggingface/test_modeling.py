@@ -96,12 +96,9 @@ def test_trainer_makes_the_same_update_with_one_and_two_micro_batches(kind: type
             max_steps=1,
             learning_rate=0.1,
             optim="sgd",
-            lr_scheduler_type="constant",
             max_grad_norm=0.0,
-            report_to=[],
             save_strategy="no",
             use_cpu=True,
-            disable_tqdm=True,
         )
         Trainer(model, arguments, train_dataset=rows).train()
         updates.append(model.model.layer_norm.weight.detach() - before)
@@ -139,10 +136,8 @@ def flatten(documents: list[Tensor]) -> dict[str, Any]:
 @torch.no_grad()
 def test_document_bounds_reach_every_layer_s_kernel_and_are_never_read_on_the_host(monkeypatch: pytest.MonkeyPatch):
     """Meta tensors have no values: to read one raises, as the control shows."""
-    kernel, batch, padded = FlashKernel(monkeypatch), flatten(DOCUMENTS), pad(DOCUMENTS)
+    kernel, batch = FlashKernel(monkeypatch), flatten(DOCUMENTS)
     model, alone = build_model(attention="flash_attention_2"), logits_alone(build_model(), DOCUMENTS)
-    assert gap(model(**padded).logits[padded["attention_mask"].bool()], alone) < ROUNDING
-    kernel.calls.clear()
     assert gap(model(**batch).logits[0], alone) < ROUNDING
     on_device = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in batch.items()}
     model.bfloat16().to("meta")(**on_device)

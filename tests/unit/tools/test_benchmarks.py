@@ -1,12 +1,13 @@
 """The benchmarks: counts match the files, tools that do other work are refused, and tables add up. Nothing is timed."""
 
-import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import call, run, run_forked
+from commands import call, run
 from json_files import read_json
 from tests_tiny import made_up_texts
 from unit.evaluation.mteb_inputs import make_encoder
@@ -16,6 +17,14 @@ from benchmarks.benchmark_preprocessing import Measured
 from benchmarks.published_scores import TASK
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError
+
+
+def measure(folder: Path, script: str, *flags: object) -> tuple[dict[str, Any], str]:
+    """Run a benchmark, and return the figures that it writes and what it prints."""
+    code, printed, errors = run(f"benchmarks/{script}.py", *flags, "--output", folder / "figures.json")
+    assert code == 0, errors
+    return read_json(folder / "figures.json"), printed
+
 
 # --- preprocessing
 
@@ -33,11 +42,9 @@ def inputs(tiny_corpus, tmp_path) -> tuple[object, ...]:
 
 
 def test_tools_that_wrote_the_same_ids_are_compared(inputs, tiny_corpus, tmp_path):
-    file = tmp_path / "figures.json"
-    flags = ("--tools", "ours-fast", "ours-plain", "--rounds", 1, "--output", file)
-    code, output, errors = run("benchmarks/benchmark_preprocessing.py", *inputs, *flags)
-    assert code == 0, errors
-    figures, expected = json.loads(file.read_text()), len(load_tokenizer(tiny_corpus.tokenizer).encode_batch(TEXTS).ids)
+    flags = ("--tools", "ours-fast", "ours-plain", "--rounds", 1)
+    figures, printed = measure(tmp_path, "benchmark_preprocessing", *inputs, *flags)
+    expected = len(load_tokenizer(tiny_corpus.tokenizer).encode_batch(TEXTS).ids)
     assert figures["corpus"] == {"documents": 80, "text_bytes": sum(len(text.encode()) for text in TEXTS)}
     assert figures["tokens"] == expected
     assert [(row["tool"], row["workers"]) for row in figures["table"]] == [("ours-fast", 1), ("ours-plain", 1)]
@@ -47,7 +54,7 @@ def test_tools_that_wrote_the_same_ids_are_compared(inputs, tiny_corpus, tmp_pat
         assert ran["cpu_seconds"] > 0
         assert ran["peak_bytes"] > 10**7  # an interpreter with two libraries
     assert len({ran["ids_sha256"] for ran in figures["runs"]}) == 1
-    assert f"all wrote {expected:,} tokens; the same ids: ours-fast, ours-plain" in output
+    assert f"all wrote {expected:,} tokens; the same ids: ours-fast, ours-plain" in printed
 
 
 def test_a_tool_that_writes_another_number_of_tokens_is_refused(inputs, tmp_path, monkeypatch):
@@ -64,14 +71,10 @@ def test_a_tool_that_writes_another_number_of_tokens_is_refused(inputs, tmp_path
 @pytest.mark.slow
 def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
     """Two steps with packed sequences of 64 tokens, and two with 128."""
-    file, layouts = tmp_path / "figures.json", ["packed", "padded", "reference"]
+    layouts = ["packed", "padded", "reference"]
     model = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 256, "--global-batch-tokens", 512, "--median-tokens", 30)
-    code, _, complaints = run(
-        "benchmarks/benchmark_step.py", *model, *batches, "--seq-length", 64, 128, "--rounds", 2, "--output", file
-    )
-    assert code == 0, complaints
-    figures = json.loads(file.read_text())
+    figures, _ = measure(tmp_path, "benchmark_step", *model, *batches, "--seq-length", 64, 128, "--rounds", 2)
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [
         (n, name) for n in (64, 128) for name in layouts
     ]
@@ -108,13 +111,10 @@ def test_the_table_has_medians_of_the_steps_and_the_loss_gap_compares_steps_of_t
 
 
 def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
-    file = tmp_path / "figures.json"
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
-    flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--recompute-granularity", "full")
-    ended = run_forked("benchmarks/benchmark_step.py", *model, *batches, *flags)
-    assert ended.code == 0, ended.output
-    figures = json.loads(file.read_text())
+    flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--recompute-granularity", "full")
+    figures, _ = measure(tmp_path, "benchmark_step", *model, *batches, *flags)
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
     assert figures["machine"]["kernels"].startswith("kernels on the CPU in float32: local layers")
     assert figures["waits"] is None and figures["profile"][0]["ms"] >= figures["profile"][1]["ms"] > 0
@@ -123,11 +123,9 @@ def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
 
 @pytest.mark.slow
 def test_every_class_is_timed_forward_and_in_training_on_both_kinds_of_lengths(tmp_path):
-    file = tmp_path / "figures.json"
     small = ("--num-layers", 1, "--hidden-size", 64, "--rounds", 1)
-    code, _, complaints = run("benchmarks/benchmark_padding.py", *small, "--output", file)
-    assert code == 0, complaints
-    table = json.loads(file.read_text())["table"]
+    figures, _ = measure(tmp_path, "benchmark_padding", *small)
+    table = figures["table"]
     assert [row["lengths"] for row in table] == ["RefinedWeb"] * 5 + ["GLUE"] * 5
     assert [row["x training"] for row in table if row["class"] == "neobert, padded"] == [1, 1]
     assert all(row["forward, tokens/s"] > 0 and row["training, tokens/s"] > 0 for row in table)
@@ -136,17 +134,13 @@ def test_every_class_is_timed_forward_and_in_training_on_both_kinds_of_lengths(t
 @pytest.mark.slow
 def test_every_loader_prepares_batches_of_the_requested_size(tmp_path):
     """300 documents with a mean of 640 tokens, in rows of 256."""
-    file = tmp_path / "figures.json"
     small = ("--documents", 300, "--seq-length", 256, "--batch-size", 8, "--rounds", 2, "--seconds", 0.05)
-    code, _, complaints = run("benchmarks/benchmark_loader.py", *small, "--output", file)
-    assert code == 0, complaints
-    figures = json.loads(file.read_text())
+    figures, _ = measure(tmp_path, "benchmark_loader", *small)
     ours, padded, full = benchmark_loader.OURS, "transformers, padded", "transformers, full rows"
     dali = ["this project, DALI, in process", "this project, DALI, 1 worker"]
     table = {row["loader"]: row for row in figures["table"]}
     assert list(table) == [ours, "this project, 1 worker", *dali, padded, full]
-    for turn in figures["turns"]:
-        assert 0 < turn["real_tokens"] <= turn["capacity"]
+    assert all(0 < turn["real_tokens"] <= turn["capacity"] for turn in figures["turns"])
     assert table[full]["% unused"] == 0 < table[ours]["% unused"] < table[padded]["% unused"]
 
 
