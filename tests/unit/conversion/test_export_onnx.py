@@ -19,7 +19,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from checkpoint_conversion import export_onnx as tool
 from megatron_neobert.commands.export_onnx import OnnxOptions, export_onnx
 from megatron_neobert.errors import ConversionError, MissingInputError
-from megatron_neobert.huggingface.folder_files import restore_files
+from megatron_neobert.huggingface.folder_files import copy_files, restore_files
 
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
@@ -144,27 +144,22 @@ def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(copy_o
     assert not (output / "chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config_sentence.json", "1_Pooling/config.json"])
-def test_files_outside_of_the_model_folder_are_not_copied_except_those_of_the_cache_of_hugging_face(
-    copy_of, tmp_path, name
-):
+def test_link_out_of_the_model_folder_is_refused_except_into_the_cache_of_hugging_face(tmp_path):
     repository, output = tmp_path / "models--owner--name", tmp_path / "output"
-    model = repository / "snapshots" / "0123abc"
-    shutil.copytree(copy_of(), model)
-    for folder in (repository / "blobs", output, model / "1_Pooling"):
-        folder.mkdir()
-    for folder in (repository / "blobs", tmp_path):
-        (folder / "file").write_text("{}")
-    path = model / name
-    path.unlink(missing_ok=True)
-    path.symlink_to(tmp_path / "file")
-    with pytest.raises(ConversionError, match=f"{name} is a link to .*/file, and files outside"):
-        tool.copy_companions(model, output, "feature-extraction")
-    assert not (output / name).exists()
-    path.unlink()
-    path.symlink_to(repository / "blobs" / "file")
-    tool.copy_companions(model, output, "feature-extraction")
-    assert (output / name).read_text() == "{}"
+    model, blobs = repository / "snapshots" / "0123abc", repository / "blobs"
+    for folder in (model, blobs, output):
+        folder.mkdir(parents=True)
+    for file in (tmp_path / "file", blobs / "file"):
+        file.write_text(str(file))
+    link = model / "vocab.txt"
+    link.symlink_to(tmp_path / "file")
+    with pytest.raises(ConversionError, match=r"vocab\.txt is a link to .*/file, and files outside"):
+        copy_files(model, output, ["vocab.txt"])
+    assert not (output / "vocab.txt").exists()
+    link.unlink()
+    link.symlink_to(blobs / "file")
+    copy_files(model, output, ["vocab.txt"])
+    assert (output / "vocab.txt").read_text() == str(blobs / "file")
 
 
 def test_failed_export_leaves_no_files(model, tmp_path):
