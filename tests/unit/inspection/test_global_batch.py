@@ -1,30 +1,69 @@
 """A rebuilt batch equals the batch of training and is shown as text; checkpoint and settings of its iteration."""
 
 import re
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 from commands import call
-from unit.inspection.small_runs import LENGTHS, RED, REVERSED, settings_of, write_checkpoint, write_corpora
+from unit.data.small_corpus import random_documents, write_corpus, write_vocabulary
 
+from megatron_neobert.checkpoint.train_state import TrainState, write_train_state
 from megatron_neobert.commands.inspect import describe
 from megatron_neobert.config.cli import write_record
-from megatron_neobert.config.schema import PhaseChange
+from megatron_neobert.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PhaseChange,
+    Settings,
+    TrainingConfig,
+)
 from megatron_neobert.data.batches.batch import RankPosition
-from megatron_neobert.data.batches.corpora import open_phases
-from megatron_neobert.data.batches.windows import IGNORED_LABEL
+from megatron_neobert.data.batches.corpora import open_corpora, open_phases
+from megatron_neobert.data.batches.windows import IGNORED_LABEL, Cursor
 from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 
 CLS, SEP, MASK = 2, 3, 4  # indices in small_corpus.SPECIAL
 
 
+RED, REVERSED = "\x1b[31mred", "\u202edesrever"  # would act on a terminal
+LENGTHS = [1 + 7 * number % 90 for number in range(200)]
+
+
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """A folder with vocab.txt and the corpora P and Q."""
-    return write_corpora(tmp_path_factory.mktemp("inspection"))
+    folder = tmp_path_factory.mktemp("inspection")
+    vocabulary = [RED, REVERSED, "##ly", *(f"word{number}" for number in range(40))]
+    tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", vocabulary))
+    for seed, name in enumerate("PQ"):
+        write_corpus(folder / name, random_documents(LENGTHS, tokenizer.vocab_size, seed), tokenizer)
+    return folder
+
+
+def settings_of(corpora, **data):
+    """Return settings with 8 packed sequences of 64 tokens per iteration, 2 per micro-batch."""
+    defaults = {"data_path": (str(corpora / "P"),), "tokenizer_model": str(corpora / "vocab.txt"), "split": "100"}
+    return Settings(
+        model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4),
+        data=DataConfig(**defaults | {"seq_length": 64} | data),
+        optimizer=OptimizerConfig(lr_warmup_iters=1),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=100, eval_iters=0),
+    )
+
+
+def write_checkpoint(save, settings, *, iteration, cursor=None):
+    """Write the files of a checkpoint that a batch needs: settings and train state."""
+    folder = save / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    write_record(settings, folder / "settings.yaml")
+    sha256 = open_corpora(settings.data).sha256
+    write_train_state(folder, TrainState(sha256, iteration=iteration, cursor=cursor or Cursor()))
+    (folder / "MANIFEST.json").touch()
+    return folder
 
 
 def rebuilt(settings, iteration, checkpoint=None):
@@ -57,9 +96,7 @@ def test_segments_with_their_labels_put_back_are_the_documents(corpora, layout):
 
 
 def test_a_checkpoint_of_other_documents_is_refused(corpora, tmp_path):
-    folder = write_checkpoint(
-        tmp_path, settings_of(corpora), iteration=1, cursor={"epoch": 0, "window": 0, "sequence": 8}
-    )
+    folder = write_checkpoint(tmp_path, settings_of(corpora), iteration=1)
     with pytest.raises(CheckpointError, match=r"was trained on the corpus with sha256 .{12}, --data-path names"):
         rebuilt(settings_of(corpora, data_path=(str(corpora / "Q"),)), 3, folder)
 
@@ -84,7 +121,7 @@ def test_the_checkpoint_is_the_newest_before_the_iteration_and_the_settings_thos
         open_iteration(tmp_path, 1, [])
     for at in (10, 20, 30):
         settings = settings_of(corpora).with_section("training", seed=at)
-        write_checkpoint(tmp_path, settings.with_section("logging", log_interval=7), iteration=at, cursor={})
+        write_checkpoint(tmp_path, settings.with_section("logging", log_interval=7), iteration=at)
     seeds = {1: 10, 10: 10, 11: 20, 20: 20, 21: 30, 31: 30}
     folders = {1: None, 10: None, 11: "iter_0000010", 20: "iter_0000010", 21: "iter_0000020", 31: "iter_0000030"}
     for iteration, seed in seeds.items():
@@ -99,7 +136,7 @@ def test_the_checkpoint_is_the_newest_before_the_iteration_and_the_settings_thos
 
 def test_an_iteration_before_the_first_checkpoint_of_a_continued_run_is_refused(corpora, tmp_path):
     settings = settings_of(corpora).with_section("checkpoint", continue_from="elsewhere")
-    folder = write_checkpoint(tmp_path, settings, iteration=10, cursor={})
+    folder = write_checkpoint(tmp_path, settings, iteration=10)
     with pytest.raises(MissingInputError, match=f"10 cannot be rebuilt: --load {tmp_path} has no checkpoint before it"):
         open_iteration(tmp_path, 10, [])
     with pytest.raises(MissingInputError, match="iteration 11 cannot be rebuilt: there is no --load, and"):
@@ -119,7 +156,7 @@ def show(*arguments):
 def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout(corpora, tmp_path):
     settings = settings_of(corpora)
     write_record(settings, tmp_path / "settings.yaml")
-    write_checkpoint(tmp_path / "run", settings, iteration=4, cursor=asdict(rebuilt(settings, 4).cursor_after))
+    write_checkpoint(tmp_path / "run", settings, iteration=4, cursor=rebuilt(settings, 4).cursor_after)
     config = ("--config", tmp_path / "settings.yaml", "--iteration", 6, "--rows", 8)
     layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
     printed = show("--load", tmp_path / "run", *config[2:])

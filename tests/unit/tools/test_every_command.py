@@ -103,35 +103,23 @@ for name in NAMES:
         ("evaluate throughput --model /nothere --output out", 66, "--model /nothere: no such folder"),
         ("train-embedder --model /nothere --config x --data-dir / --output out", 66, "--model /nothere"),
         ("export-onnx --model /nothere --output out", 66, "--model /nothere: no such folder"),
+        ("evaluate classify --model {} --data-dir {}/rows --output {}/out", 65,
+         "{}/rows/mine has the columns tekst, label, but no text; rename its columns."),
+        ("evaluate ppl --model {} --data {}/mine.jsonl --output {}/out", 65,
+         "--data {}/mine.jsonl has no document to measure (1 x "),
+        ("evaluate ppl --model {} --data {}/mine.parquet --output {}/out", 65,
+         "{}/mine.parquet has no column 'content'; its text columns: tekst; choose"),
     ],
 )  # fmt: skip
-def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, code, reason):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    found, errors = start(*words.split(), packages=tmp_path)
-    assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("classify --data-dir {}", "{}/mine has the columns tekst, label, but no text; rename its columns."),
-        ("ppl --data {}/mine.jsonl", "--data {}/mine.jsonl has no document to measure (1 x "),
-        ("ppl --data {}/mine.parquet", "{}/mine.parquet has no column 'content'; its text columns: tekst; choose"),
-    ],
-)
-def test_wrong_name_of_a_column_is_reported_before_torch_is_imported(tmp_path, words, reason):
+def test_wrong_input_is_reported_before_torch_is_imported(tmp_path, words, code, reason):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     (tmp_path / "config.json").write_text("{}")
-    data, output = tmp_path / words.split()[0], tmp_path / "out"
-    data.mkdir()
-    if data.name == "classify":
-        (data / "mine.csv").write_text("tekst,label\na cat,0\na mat,1\n")
-    else:
-        (data / "mine.jsonl").write_text('{"tekst": "a cat"}\n')
-        parquet.write_table(pyarrow.table({"tekst": ["a cat"]}), data / "mine.parquet")
-    words = ["evaluate", *words.format(data).split(), "--model", tmp_path, "--output", output]
-    found, errors = start(*words, packages=tmp_path)
-    assert found == 65 and errors.startswith(f"error: {reason.format(data)}"), errors
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "mine.csv").write_text("tekst,label\na cat,0\na mat,1\n")
+    (tmp_path / "mine.jsonl").write_text('{"tekst": "a cat"}\n')
+    parquet.write_table(pyarrow.table({"tekst": ["a cat"]}), tmp_path / "mine.parquet")
+    found, errors = start(*(word.replace("{}", str(tmp_path)) for word in words.split()), packages=tmp_path)
+    assert found == code and errors.startswith(f"error: {reason.replace('{}', str(tmp_path))}"), errors
 
 
 @pytest.mark.parametrize(

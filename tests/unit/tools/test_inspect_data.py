@@ -1,14 +1,11 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
-import shutil
-
 import pytest
 from commands import call
-from json_files import edit_json, write_jsonl
+from json_files import write_jsonl
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
-from megatron_neobert.commands import inspect as tool
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
@@ -95,20 +92,3 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path):
     code, output, errors = inspect(tmp_path / "P", "--document", 0, "--tokenizer-model", tmp_path / "tokenizer.json")
     assert (code, errors) == (0, "")
     assert output.splitlines()[1] == "  text               \\x1b[2J a\\u202eb \\n é\u200d"
-
-
-def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monkeypatch, capsys):
-    for path in place.glob("P*"):
-        shutil.copy(path, tmp_path)
-    hostile = "\x1b]0;owned\x07\u202e"
-    fields = {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}, "dropped": {hostile: 1}}
-    edit_json(tmp_path / "P.json", **fields, records=len(TEXTS) + 1)
-
-    def shown():
-        tool.inspect_data(tool.InspectDataOptions(prefix=str(tmp_path / "P")))
-        return capsys.readouterr().out
-
-    assert not {"\x1b", "\x07", "\u202e"} & set(shown())
-    assert shown().count(r"\x1b]0;owned\x07\u202e") == 5
-    monkeypatch.setattr(tool, "visible", lambda text, **_: text)
-    assert shown().count(hostile) == 5, "the control: without escaping"
