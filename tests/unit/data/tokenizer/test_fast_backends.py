@@ -8,11 +8,11 @@ from contextlib import nullcontext
 
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
-from unit.data.small_corpus import ROBERTA, SPECIAL, write_vocabulary
+from tokenizers import models
+from unit.data.small_corpus import ROBERTA, SPECIAL, byte_level_backend, write_vocabulary
 
 from megatron_neobert.data.tokenizer import fast_backends
-from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, EncodeTexts, open_encoder
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, _build_nanotoken, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, install_command
 
@@ -30,22 +30,6 @@ def roberta(backend: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer(backend, dict(zip(("cls", "pad", "sep", "unk", "mask"), ROBERTA, strict=True)))
 
 
-def byte_level_bpe(texts: Sequence[str]) -> Tokenizer:
-    """Train a tokenizer like RoBERTa's and ModernBERT's."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, special_tokens=ROBERTA, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    return roberta(backend)
-
-
-def fast_encode(tokenizer: Tokenizer) -> EncodeTexts:
-    return fast_backends._build_nanotoken(tokenizer)
-
-
 @pytest.fixture
 def two_tokenizers(tmp_path):
     """A tokenizer, and another one in which the ids of "odd" and "world" are swapped."""
@@ -58,12 +42,14 @@ def test_probe_has_words_at_the_limit_of_own_vocabularies():
     trained = train_wordpiece(["ab"], vocab_size=200, lowercase=True, min_frequency=2)
     assert {"a" * 499, "a" * 500, "a" * 501} <= {*fast_backends.probe_strings(trained)}
     assert not open_encoder(trained, "fast").is_reference
-    assert len(fast_encode(trained)(["a" * 500]).ids) == 500
+    assert len(_build_nanotoken(trained)(["a" * 500]).ids) == 500
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_text_of_special_tokens_stays_text_with_every_back_end(tmp_path, backend):
-    for tokenizer in (wordpiece(tmp_path), byte_level_bpe(["<mask> <s> </s> <pad> <unk>"] * 20)):
+    byte_level = byte_level_backend()
+    byte_level.add_special_tokens(ROBERTA)
+    for tokenizer in (wordpiece(tmp_path), roberta(byte_level)):
         encoder = open_encoder(pickle.loads(pickle.dumps(tokenizer)), backend)
         text = " ".join(["hello", *tokenizer.special_names.values(), *ROBERTA, *SPECIAL])
         control = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
@@ -88,7 +74,7 @@ def test_text_of_a_special_token_without_brackets_is_unknown_with_every_back_end
 )
 def test_wrong_ids_are_detected_in_the_first_64_documents_and_in_every_2000th(two_tokenizers, number, is_detected):
     right, wrong = two_tokenizers
-    encoder = Encoder(right, name="fast 1.0", fast=fast_encode(wrong))
+    encoder = Encoder(right, name="fast 1.0", fast=_build_nanotoken(wrong))
     texts = ["hello"] * 4100
     texts[number] = "hello odd worlds"
     message = r"fast 1\.0 differs from tokenizers .*'hello odd worlds'.* gives \[\d+"
@@ -143,8 +129,7 @@ def test_missing_package_falls_back_with_its_remedy(tmp_path, monkeypatch):
 
 def test_backend_that_fails_the_probe_is_not_used(two_tokenizers, monkeypatch):
     right, wrong = two_tokenizers
-    build = fast_backends._build_nanotoken
-    monkeypatch.setattr(fast_backends, "_build_nanotoken", lambda tokenizer: build(wrong))
+    monkeypatch.setattr(fast_backends, "_build_nanotoken", lambda tokenizer: _build_nanotoken(wrong))
     assert open_encoder(right, "auto", probe=False).is_reference is False  # control: without the probe
     encoder = open_encoder(right, "auto")
     assert encoder.is_reference and "differs from tokenizers" in (encoder.note or "")
