@@ -1,12 +1,13 @@
 """Build changes that turn valid files into hostile ones; hostile code does nothing but leave a mark."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.runtime.atomic_files import sha256_of
+from json_files import edit_json
+
+from megatron_neobert.checkpoint.folder import write_manifest
 
 
 class Canary:
@@ -33,10 +34,8 @@ Spoil = Callable[[Path, Canary], object]
 
 def seal(folder: Path) -> None:
     """Write a manifest that matches the files of a checkpoint's folder, as an attacker would."""
-    manifest = folder / "MANIFEST.json"
-    files = [path for path in folder.rglob("*") if path.is_file() and path != manifest]
-    found = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
-    manifest.write_text(json.dumps({"format": 1, "files": found}))
+    (folder / "MANIFEST.json").unlink(missing_ok=True)
+    write_manifest(folder, {})
 
 
 def each(*patterns: str, change: Callable[[Path, Canary], object]) -> Spoil:
@@ -57,17 +56,8 @@ def in_place_of(*patterns: str, content: Callable[[Canary], bytes]) -> Spoil:
     return each(*patterns, change=lambda path, canary: path.write_bytes(content(canary)))
 
 
-def edit_json(pattern: str, change: Callable[[dict[str, Any]], object]) -> Spoil:
-    def edit(path: Path, canary: Canary) -> None:
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-
-    return each(pattern, change=edit)
-
-
-def change_json(pattern: str, **changes: object) -> Spoil:
-    return edit_json(pattern, lambda content: content.update(changes))
+def change_json(name: str, **changes: object) -> Spoil:
+    return each(name, change=lambda path, canary: edit_json(path, **changes))
 
 
 def pipe_in_place_of(*names: str) -> Spoil:

@@ -1,25 +1,21 @@
 """Changes that turn valid inputs into hostile ones; code that runs only leaves a mark."""
 
-import io
 import json
 import os
 import pickle
+import re
 import shutil
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import datasets
 import good_inputs as good
-import numpy as np
 import torch
 import yaml
-from hostile import Canary, Spoil, change_json, each, edit_json, in_place_of, pipe_in_place_of
+from hostile import Canary, Spoil, change_json, each, in_place_of, pipe_in_place_of
+from json_files import edit_json
 from safetensors.torch import load_file, save_file
 
-SECRET = "text of another folder"
 ESCAPE = "\x1b]0;owned\x07"
 
 
@@ -47,18 +43,8 @@ def link_elsewhere(path: Path, canary: Canary) -> None:
     path.symlink_to(canary.mark.parent / path.name)
 
 
-def change_offsets(change: Callable[[dict[str, Any]], object]) -> Spoil:
-    """Return a change of the offsets that the tensors of a checkpoint have in the complete tensors."""
-
-    def edit(path: Path, canary: Canary) -> None:
-        tensors = load_file(path)
-        sharding: dict[str, Any] = {
-            name: {"saved_offsets": [0] * tensor.dim(), "shape": list(tensor.shape)} for name, tensor in tensors.items()
-        }
-        change(sharding)
-        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(sharding)})
-
-    return each("iter_*/rank_*.safetensors", change=edit)
+def remove_offsets(path: Path, canary: Canary) -> None:
+    save_file(load_file(path), path)
 
 
 def add_extra_state(path: Path, canary: Canary) -> None:
@@ -83,8 +69,7 @@ def pickle_the_weights(folder: Path, canary: Canary) -> None:
     """Replace the weights by a pickle, and let the settings of the folder ask the libraries to load it."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
-    config = json.loads((folder / "config.json").read_text())
-    good.write_json(folder / "config.json", {key: value for key, value in config.items() if key != "dtype"})
+    edit_json(folder / "config.json", dtype=...)
     good.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32, "model_args": UNSAFE})
 
 
@@ -147,11 +132,6 @@ def bring_tokenizer_code(folder: Path, canary: Canary) -> None:
     change_json("tokenizer_config.json", auto_map=own, tokenizer_class="Own")(folder, canary)
 
 
-def save_a_state_dict_that_runs_code(folder: Path, canary: Canary) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.bias": canary}, folder / "state_dict.pt")
-
-
 def be_an_adapter(folder: Path, canary: Canary) -> None:
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "somebody/model", "task_type": "FEATURE_EXTRACTION"}
     good.write_json(folder / "adapter_config.json", adapter)
@@ -159,15 +139,8 @@ def be_an_adapter(folder: Path, canary: Canary) -> None:
 
 def name_an_unknown_module(folder: Path, canary: Canary) -> None:
     (folder / "own_code.py").write_text(canary.source + "class Own: pass\n")
-    modules = json.loads((folder / "modules.json").read_text())
-    modules[1]["type"] = "own_code.Own"
-    good.write_json(folder / "modules.json", modules)
-
-
-def write_secret(canary: Canary) -> Path:
-    path = canary.mark.parent / "secret.txt"
-    path.write_text(SECRET)
-    return path
+    path = folder / "modules.json"
+    path.write_text(path.read_text().replace("sentence_transformers.models.Pooling", "own_code.Own"))
 
 
 # --- hostile data sets
@@ -185,77 +158,25 @@ def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
     return spoil
 
 
-def point_elsewhere(folder: Path, canary: Canary) -> None:
-    good.write_json(canary.mark.parent / "outside.jsonl", {"query": SECRET, "positive": SECRET})
-    write_card(folder, str(canary.mark.parent / "outside.jsonl"))
-
-
-def write_card(folder: Path, data: str) -> None:
-    configs = [{"config_name": "default", "data_files": [{"split": "train", "path": data}]}]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+def name_a_url(folder: Path, canary: Canary) -> None:
+    data_files = [{"split": "train", "path": "https://example.invalid/train.jsonl"}]
+    configs = {"configs": [{"config_name": "default", "data_files": data_files}]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(configs)}---\n")
 
 
 def bring_a_script(folder: Path, canary: Canary) -> None:
     (folder / f"{folder.name}.py").write_text(canary.source)
 
 
-def damage_arrow(folder: Path, canary: Canary) -> None:
-    texts = {name: ["a"] for name in ("sentence1", "sentence2", "query", "positive")}
-    rows = texts | {"label": [0], "tokens": [["a"]], "ner_tags": [["O"]]}
-    saved = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), datasets.Dataset.from_dict(rows)))
-    saved.save_to_disk(str(folder))
-    for path in folder.rglob("*.arrow"):
-        path.write_bytes(path.read_bytes()[:100] + pickle.dumps(canary))
-
-
-# --- hostile texts and tokenizers
-
-
-def tar_archive(canary: Canary) -> bytes:
-    """Return an archive with a file that would be unpacked as the mark."""
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo(f"../{canary.mark.name}"))
-    return content.getvalue()
-
-
-def zip_archive(canary: Canary) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr(f"../{canary.mark.name}", "ran")
-    return content.getvalue()
-
-
-def numpy_objects(canary: Canary) -> bytes:
-    content = io.BytesIO()
-    np.save(content, np.array([canary], dtype=object), allow_pickle=True)
-    return content.getvalue()
-
-
 # --- hostile records
 
 
-def embed_files(folder: Path, canary: Canary) -> None:
-    """Add Markdown images of a secret, a pipe and a device to every string of a record."""
-    pipe = canary.mark.parent / "pipe"
-    os.mkfifo(pipe)
-    images = " ".join(f"![x]({path})" for path in (write_secret(canary), pipe, "/dev/zero"))
-
-    def spoil(value: object) -> object:
-        match value:
-            case dict():
-                return {key: spoil(entry) for key, entry in value.items()}
-            case list():
-                return [spoil(entry) for entry in value]
-            case str():
-                return f"{value} {images} <script>x</script> {ESCAPE}"
-        return value
-
+def add_markup(folder: Path, canary: Canary) -> None:
+    """Begin every text of a record except its kind with an image, a script and a control sequence."""
+    markup = json.dumps(f"![x](/dev/zero) <script>x</script> {ESCAPE}").strip('"')
     for path in folder.rglob("*.json"):
-        record = json.loads(path.read_text())
-        good.write_json(
-            path, {key: value if key in ("kind", "version") else spoil(value) for key, value in record.items()}
-        )
+        changed = re.sub(r'"(?!kind|version)\w+": "', lambda match: match[0] + markup, path.read_text())
+        path.write_text(changed)
 
 
 def pipe_for_figure(folder: Path, canary: Canary) -> None:
@@ -271,7 +192,6 @@ HOSTILE = (
     Hostile("model", "own code", bring_code(), (
         "convert hf-to-megatron", "evaluate glue", "evaluate ner", "evaluate mteb", "evaluate ppl", "train-embedder")),
     Hostile("model", "own architecture", bring_code("own_model")),
-    Hostile("model", "state dict that runs code", save_a_state_dict_that_runs_code),
     Hostile("model", "adapter", be_an_adapter),
     Hostile("model", "modules: module that is imported", name_an_unknown_module, SENTENCE_TRANSFORMERS),
     Hostile("model", "attention kernel of the Hub", change_json("config.json", attn_implementation="owner/kernel")),
@@ -300,16 +220,9 @@ HOSTILE = (
     Hostile("checkpoint", "pickled metrics", in_place_of("metrics.jsonl", content=pickle.dumps), ("plot",)),
     Hostile("checkpoint", "record that calls", in_place_of("iter_*/settings.yaml", content=lambda canary: (
         f"training:\n  seed: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),
-    Hostile("checkpoint", "huge iteration", edit_json(
-        "iter_*/train_state.json", lambda state: state["progress"].update(iteration=10**400))),
-    Hostile("checkpoint", "steps of the optimizer as text", edit_json(
-        "iter_*/train_state.json", lambda state: state.update(optimizer_steps="2"))),
     Hostile("checkpoint", "format of megatron.core", each(
         "iter_*", change=lambda path, canary: (path / ".metadata").write_bytes(pickle.dumps(canary)))),
-    *(Hostile("checkpoint", f"tensors at offset {offset}", change_offsets(
-        lambda sharding, offset=offset: sharding["output_layer.bias"].update(saved_offsets=[offset])))
-      for offset in (10**15, -1)),
-    Hostile("checkpoint", "tensors without offsets", change_offsets(lambda tensors: tensors.pop("output_layer.bias"))),
+    Hostile("checkpoint", "tensors without offsets", each("iter_*/rank_*.safetensors", change=remove_offsets)),
     Hostile("checkpoint", "tensors that are pickles of extra state", each("iter_*", change=add_extra_state)),
     Hostile("checkpoint", "tensors elsewhere", each("iter_*/*.safetensors", change=link_elsewhere)),
     Hostile("checkpoint", "pointer out of the folder", in_place_of(
@@ -326,24 +239,19 @@ HOSTILE = (
     Hostile("dataset", "pickles", in_each_data_set(lambda folder, canary: [
         (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")]),
         READ_DATASETS),
-    Hostile("dataset", "damaged Arrow", in_each_data_set(damage_arrow), READ_DATASETS),
-    Hostile("dataset", "files elsewhere", in_each_data_set(point_elsewhere), READ_DATASETS),
-    Hostile("dataset", "files of a URL", in_each_data_set(
-        lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), READ_DATASETS),
+    Hostile("dataset", "files of a URL", in_each_data_set(name_a_url), READ_DATASETS),
     Hostile("dataset", "script", in_each_data_set(bring_a_script), READ_DATASETS),
     Hostile("dataset", "pipes", pipe_in_place_of(
         "*/train.*", "BIOSSES/*/test.*", "texts.jsonl", "PAIRS.parquet")),
     Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("train-embedder",)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
-    Hostile("records", "embedded files", embed_files, NO_COMMAND),  # text stays text
+    Hostile("records", "markup", add_markup, NO_COMMAND),  # text stays text
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
     Hostile("records", "pickles", in_place_of("*/*.json", content=pickle.dumps)),
     Hostile("records", "pipes for figures", pipe_for_figure, NO_COMMAND),
     Hostile("records", "pipes", pipe_in_place_of("*/*.json")),
     Hostile("texts", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
-    *(Hostile("texts", kind, in_place_of("a.jsonl", content=content)) for kind, content in (
-        ("tar archive", tar_archive), ("zip archive", zip_archive), ("NumPy objects", numpy_objects))),
     Hostile("texts", "nested", in_place_of("a.jsonl", content=nested)),
     Hostile("tokenizer", "own code", bring_tokenizer_code),
     Hostile("tokenizer", "pickles", in_place_of("*", content=pickle.dumps)),
