@@ -301,7 +301,7 @@ class JobFolder:
         if finished and not overwrite:
             if earlier == settings:
                 raise OutputError(
-                    f"{self.path} holds {finished:,} finished chunks of an earlier run; continue with --resume, or "
+                    f"{self.path} holds {finished:,} finished jobs of an earlier run; continue with --resume, or "
                     "start anew with --overwrite"
                 )
             # "unknown" is a setting that another version of this project does not have.

@@ -1,7 +1,7 @@
 """Find documents that share an n-gram with evaluation texts, and write a drop list of them.
 
 Evaluation texts are a corpus, too: `neobert preprocess` reads their files, with the tokenizer of the searched corpora.
-One job per chunk of documents looks for the 64-bit hashes of its n-grams among the hashes of the evaluation texts.
+One job per range of documents looks for the 64-bit hashes of its n-grams among the hashes of the evaluation texts.
 Texts of fewer than n tokens are not searched for. Memory per worker: up to 50 bytes per n-gram of the evaluation texts
 (4.5 million n-grams: measured 44, and 46 without worker processes).
 
@@ -57,7 +57,7 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class OverlapJob(Job[None]):
-    """Find a chunk's documents that share n-grams with evaluation texts; write document numbers and n-gram hashes."""
+    """Find the documents of a range that share n-grams with evaluation texts; write their numbers and n-gram hashes."""
 
     result_type = None
     kinds = ("documents", "ngrams")
@@ -99,8 +99,8 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
         known.astype("<u8", copy=False).tofile(folder.path / _NGRAMS)
         del known
         jobs = [
-            OverlapJob(folder.path, f"overlaps-{chunk.start}", documents, chunk, settings.ngram)
-            for chunk in documents.chunks
+            OverlapJob(folder.path, f"overlaps-{numbers.start}", documents, numbers, settings.ngram)
+            for numbers in documents.ranges
         ]
         for _ in finish_jobs(jobs, runner, label="n-grams"):
             pass

@@ -1,16 +1,16 @@
 """Find duplicates of finished corpora in three stages, and write one drop list.
 
-1. Signatures: one job per chunk computes 64-bit keys of each document, one for each band and a hash of all of its
-   token ids, and sorts the documents by each key. A threshold of 1 needs the hash only.
+1. Signatures: one job per range of documents computes 64-bit keys of each document, one for each band and a hash of all
+   of its token ids, and sorts the documents by each key. A threshold of 1 needs the hash only.
 2. Pairs: one job per key and bucket (a range of values) compares documents with equal keys by their n-grams;
-   candidates.py chooses the pairs. As chunks are sorted, a bucket is one slice of each chunk.
+   candidates.py chooses the pairs. As ranges are sorted, a bucket is one slice of each range.
 3. Clusters: similar pairs are joined to clusters. The first document of a cluster stays, all others are dropped.
 
 Documents are numbered across all corpora, in the order of the command line. The result does not depend on the number of
-workers, chunks or buckets. Finished jobs are kept in OUTPUT.partial until the list is written.
+workers, ranges or buckets. Finished jobs are kept in OUTPUT.partial until the list is written.
 
 Disk: 12 bytes per document and key, 180 per document by default. Memory per worker: 0.5 kB for each of the 2^18
-documents of a chunk, or 80 bytes for each document of a bucket and 200 MB. Documents with one key are never in several
+documents of a range, or 80 bytes for each document of a bucket and 200 MB. Documents with one key are never in several
 buckets. Memory of the last stage: 9 bytes per document, 12 with --add-attribute.
 """
 
@@ -88,10 +88,10 @@ class FindSettings(SearchSettings):
 
 @dataclass(frozen=True)
 class SignatureJob(Job[None]):
-    """Write the keys of all documents of one chunk.
+    """Write the keys of all documents of one range.
 
     For each band, and last for the whole-document hash, the file contains the sorted keys (uint64), then the document
-    numbers in key order (uint32, counted from the first document of the chunk).
+    numbers in key order (uint32, counted from the first document of the range).
     """
 
     result_type = None
@@ -208,8 +208,10 @@ class PairJob(Job[None]):
 
 
 def signature_jobs(folder: Path, documents: SearchedDocuments, minhash: MinHashSettings) -> list[SignatureJob]:
-    """Return one job per chunk."""
-    return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk, minhash) for chunk in documents.chunks]
+    """Return one job per range of documents."""
+    return [
+        SignatureJob(folder, f"signatures-{numbers.start}", documents, numbers, minhash) for numbers in documents.ranges
+    ]
 
 
 def find_duplicates(settings: FindSettings) -> list[DropListEntry] | None:

@@ -1,4 +1,4 @@
-"""Common parts of the searches through finished corpora: documents in chunks, jobs, and the drop list as the result."""
+"""Common parts of the searches through finished corpora: ranges of documents, jobs, and the drop list as the result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from megatron_neobert.errors import ConfigError, DataError, MissingInputError, O
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions
 from megatron_neobert.text import parse_json
 
-# After a kill, a worker repeats at most one chunk of this size.
-CHUNK_DOCUMENTS = 1 << 18
+# After a kill, a worker repeats at most one range of this size.
+RANGE_DOCUMENTS = 1 << 18
 # Tokens per step, see `steps_of`. This size fits the second-level cache and was measured the fastest.
 _STEP_TOKENS = 1 << 16
 
@@ -34,13 +34,13 @@ class SearchSettings(JobOptions):
 
 @dataclass(frozen=True)
 class SearchedDocuments:
-    """All documents of the compared corpora, numbered across corpora and divided into chunks."""
+    """All documents of the compared corpora, numbered across corpora and divided into ranges."""
 
     # Of each corpus.
     prefixes: tuple[str, ...]
     sha256: tuple[str, ...]
     sizes: tuple[int, ...]
-    chunk_documents: int
+    range_documents: int
 
     @classmethod
     def of(cls, corpora: Sequence[Corpus]) -> "SearchedDocuments":
@@ -48,17 +48,17 @@ class SearchedDocuments:
             prefixes=tuple(str(Path(corpus.prefix).absolute()) for corpus in corpora),
             sha256=tuple(corpus.manifest.documents_sha256 for corpus in corpora),
             sizes=tuple(map(len, corpora)),
-            chunk_documents=CHUNK_DOCUMENTS,
+            range_documents=RANGE_DOCUMENTS,
         )
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     @cached_property
-    def chunks(self) -> list[range]:
-        """Document numbers of each chunk. All documents of a chunk are in the same corpus."""
+    def ranges(self) -> list[range]:
+        """Document numbers that one job searches. All documents of a range are in the same corpus."""
         bounds = [0, *accumulate(self.sizes)]
-        step = self.chunk_documents
+        step = self.range_documents
         return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
 
     def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
@@ -86,8 +86,8 @@ def begin(
     if settings.output.exists() and not may_replace:
         raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
     refuse_other_file(settings.output)
-    chunk = {"documents of a chunk": documents.chunk_documents, "version": __version__}
-    decisive = {"corpora": documents.sha256, **recorded, **chunk}
+    size = {"documents of a range": documents.range_documents, "version": __version__}
+    decisive = {"corpora": documents.sha256, **recorded, **size}
     folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
 
 
@@ -134,7 +134,7 @@ def steps_of(lengths: NDArray[np.integer]) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-# A worker has many chunks of one corpus.
+# A worker has many ranges of one corpus.
 @cache
 def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
     """Open a corpus; raise DataError if it has changed since the run began."""

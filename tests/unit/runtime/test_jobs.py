@@ -102,7 +102,7 @@ def folder(tmp_path):
 
 def test_finished_jobs_are_used_with_resume_and_removed_with_overwrite_only(folder):
     begin(folder, finish=["a"])
-    with pytest.raises(OutputError, match=r"holds 1 finished chunks of an earlier run; continue with --resume, or"):
+    with pytest.raises(OutputError, match=r"holds 1 finished jobs of an earlier run; continue with --resume, or"):
         begin(folder)
     assert begin(folder, resume=True) == {"a"}
     assert begin(folder, overwrite=True) == set()

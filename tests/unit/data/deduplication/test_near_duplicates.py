@@ -63,7 +63,7 @@ def planted(tmp_path_factory) -> Planted:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Divide the planted corpus into 17 chunks."""
-    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 100)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", 100)
 
 
 def find(output, *prefixes, minhash=None, **changes):
@@ -155,7 +155,7 @@ def expected(planted, tmp_path_factory):
     """The drop list of one worker with one bucket per band."""
     output = tmp_path_factory.mktemp("expected") / "list"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "CHUNK_DOCUMENTS", 100)
+        patch.setattr(search, "RANGE_DOCUMENTS", 100)
         find(output, planted.prefix)
     return output.read_bytes()
 
@@ -173,7 +173,7 @@ def expected(planted, tmp_path_factory):
 def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
     planted, expected, tmp_path, monkeypatch, chunks, bucket, workers
 ):
-    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", chunks)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", chunks)
     monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket)
     monkeypatch.setattr(run, "_STEP_PAIRS", 7)
     monkeypatch.setattr(search, "_STEP_TOKENS", 3000)
@@ -184,7 +184,7 @@ def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
 
 
 def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 400)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", 400)
     last = count_syncs(partial(find, tmp_path / "whole", planted.prefix))
     assert (tmp_path / "whole").read_bytes() == expected
     for at in (1, 4, 5, last // 2, last - 4, last):
@@ -243,7 +243,7 @@ def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_pat
 
 
 def test_killed_while_attributes_are_added_and_resumed_all_corpora_have_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 400)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", 400)
     (tmp_path / "0").mkdir()
     last = count_syncs(partial(find, tmp_path / "0" / "list", *two_corpora(tmp_path / "0"), add_attribute="size"))
     # Four calls of fsync per corpus, and two for the list.

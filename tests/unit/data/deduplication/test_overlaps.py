@@ -41,7 +41,7 @@ def ngrams(tokens):
 @pytest.mark.parametrize(("workers", "chunk"), [(1, 1000), (2, 37)])
 def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(planted, monkeypatch, workers, chunk):
     folder, documents, texts = planted
-    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", chunk)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", chunk)
     settings = OverlapSettings(
         prefixes=(str(folder / "C"),), against=(str(folder / "E"),), output=folder / "list", workers=workers
     )
