@@ -29,15 +29,15 @@ echo "   $python"
 started=$SECONDS
 
 stage "2/7 Corpus" "documentation of the installed packages, in parquet files with the columns of RefinedWeb"
-run "$folder/shards" "$python" -m megatron_neobert sample-corpus --output "$folder/shards"
+run "$folder/texts" "$python" -m megatron_neobert sample-corpus --output "$folder/texts"
 
 stage "3/7 Tokenizer" "a WordPiece vocabulary, trained on the corpus"
 run "$folder/tokenizer/tokenizer.json" "$python" -m megatron_neobert train-tokenizer \
-    --input "$folder/shards/*.parquet" --output "$folder/tokenizer" --vocab-size 8192
+    --input "$folder/texts/*.parquet" --output "$folder/tokenizer" --vocab-size 8192
 
 stage "4/7 Preprocessing" "token ids of whole documents, in Megatron's .bin and .idx format"
 run "$folder/corpus_content_document.json" "$python" -m megatron_neobert preprocess \
-    --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" --workers 2
+    --input "$folder/texts/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" --workers 2
 
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     ranks=1 device="one GPU"

@@ -29,12 +29,12 @@ if [[ -z ${DATA-} ]]; then # laptop track: documentation of Python packages at f
     run "$packages" "$python" -m pip download --quiet --no-deps --only-binary :all: --require-hashes --dest "$packages" \
         --requirement "$repository/examples/speedrun_packages.txt"
     for wheel in "$packages"/*.whl; do run "${wheel%.whl}" "$python" -m zipfile -e "$wheel" "${wheel%.whl}"; done
-    run "$folder/shards" "$python" -m megatron_neobert sample-corpus --packages "$packages" --megabytes 1000 \
-        --shards 1 --output "$folder/shards"
-    run "$folder/tokenizer" "$python" -m megatron_neobert train-tokenizer --input "$folder/shards/*.parquet" \
+    run "$folder/texts" "$python" -m megatron_neobert sample-corpus --packages "$packages" --megabytes 1000 \
+        --files 1 --output "$folder/texts"
+    run "$folder/tokenizer" "$python" -m megatron_neobert train-tokenizer --input "$folder/texts/*.parquet" \
         --output "$folder/tokenizer" --vocab-size 4096
     run "$folder/corpus_content_document.json" "$python" -m megatron_neobert preprocess --workers 2 \
-        --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer"
+        --input "$folder/texts/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer"
     DATA=$folder/corpus_content_document validation=(--split 97,3)
     TOKENIZER=$folder/tokenizer TARGET=${TARGET:-5.25}
     export NPROC_PER_NODE=1 # one process uses all cores

@@ -39,7 +39,7 @@ class SampleCorpusOptions:
     output: Path = option(help="new or empty folder for the parquet files")
     packages: Path | None = option(None, "folder with unpacked packages; default: the packages of this Python")
     megabytes: float = option(6.0, "amount of text, in 10^6 bytes", minimum=0.001)
-    shards: int = option(4, "number of parquet files", minimum=1)
+    files: int = option(4, "number of parquet files", minimum=1)
 
 
 def sample_corpus(options: SampleCorpusOptions) -> None:
@@ -47,15 +47,15 @@ def sample_corpus(options: SampleCorpusOptions) -> None:
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     folders = [options.packages] if options.packages else installed
     documents = choose_documents(folders, budget_bytes=int(options.megabytes * 1e6))
-    if len(documents) < options.shards:
+    if len(documents) < options.files:
         raise DataError(
-            f"found {len(documents)} documentation texts below {', '.join(map(str, folders))}, fewer than --shards "
-            f"{options.shards}; give a folder with more packages as --packages, or remove --packages and use the "
+            f"found {len(documents)} documentation texts below {', '.join(map(str, folders))}, fewer than --files "
+            f"{options.files}; give a folder with more packages as --packages, or remove --packages and use the "
             "Python of an environment in which this project is installed."
         )
-    write_files(documents, options.output, count=options.shards)
+    write_files(documents, options.output, count=options.files)
     size = sum(len(document.content.encode()) for document in documents)
-    print(f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {options.shards} files: {options.output}")
+    print(f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {options.files} files: {options.output}")
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:

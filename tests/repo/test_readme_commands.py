@@ -1,6 +1,6 @@
 """What the pages tell people to type exists, with the flags they name; what README tells them to type works.
 
-README's way from raw shards to a model, and its quick start, are walked in order, as they are written, at toy size.
+README's way from raw files to a model, and its quick start, are walked in order, as they are written, at toy size.
 """
 
 import os
@@ -109,7 +109,7 @@ def block_of(page: str, heading: str, language: str) -> str:
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the repository, with shards, a toy configuration, and an environment that is ready."""
+    """A folder that looks like the repository, with texts, a toy configuration, and an environment that is ready."""
     place = tmp_path_factory.mktemp("a clone")
     for name in ("megatron_neobert", "checkpoint_conversion"):
         (place / name).symlink_to(REPOSITORY / name)
@@ -125,9 +125,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "bin" / "neobert").chmod(0o755)
     (place / "tools" / "prepare_environment.sh").unlink()
     (place / "tools" / "prepare_environment.sh").write_text(f"echo {shlex.quote(sys.executable)}\n")
-    shards = place / "quickstart_run" / "shards"  # as the quickstart leaves them
-    shards.mkdir(parents=True)
-    pq.write_table(pa.table({"content": made_up_texts(300)}), shards / "shard.parquet")
+    texts = place / "quickstart_run" / "texts"  # as the quickstart leaves them
+    texts.mkdir(parents=True)
+    pq.write_table(pa.table({"content": made_up_texts(300)}), texts / "part.parquet")
     return place
 
 

@@ -28,7 +28,7 @@ def check_evaluations(phase: Phase) -> None:
         command = ("convert", "megatron-to-hf", "--load", phase.output / "runs" / "small", "--format", model.name)
         phase.run(f"convert {model.name}", "-m", "megatron_neobert", *command, "--output", model)
     phase.run("verify", "-m", "megatron_neobert", "verify", *models)
-    data = write_data(folder / "data", corpus.parent / "shards")
+    data = write_data(folder / "data", corpus.parent / "texts")
     here, on_cpu = (evaluate(phase, models[0], data, folder / name, name) for name in ("here", "cpu"))
     rows = phase.tables.setdefault("scores", [])
     for name, score in here.items():
@@ -63,14 +63,14 @@ def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -
     }
 
 
-def write_data(folder: Path, shards: Path) -> Path:
+def write_data(folder: Path, source: Path) -> Path:
     """Write the data of all evaluations, made from the sample corpus's texts, and return the folder.
 
     A sentence's label says whether the sentence contains "the". In a pair, the second text continues the first text.
     """
     import pyarrow.parquet
 
-    texts = pyarrow.parquet.ParquetDataset(shards).read(columns=["content"])["content"].to_pylist()
+    texts = pyarrow.parquet.ParquetDataset(source).read(columns=["content"])["content"].to_pylist()
     passages = [words[at : at + 36] for words in map(str.split, texts) for at in range(0, len(words) - 35, 36)]
     if len(passages) < TRAINING + VALIDATION:
         raise Failed(f"the sample corpus has {len(passages)} passages of 36 words; {TRAINING + VALIDATION} are needed")

@@ -158,12 +158,12 @@ class Phase:
     def prepare_corpus(self) -> tuple[Path, Path]:
         """Return the sample corpus's prefix and the tokenizer's folder. Write both unless the corpus is complete."""
         folder = self.output / "corpus"
-        corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
+        corpus, tokenizer, texts = folder / "sample_content_document", folder / "tokenizer", folder / "texts"
         if not corpus.with_suffix(".json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             size = ("--megabytes", self.sizes.corpus_megabytes)
-            self.run("corpus", "-m", "megatron_neobert", "sample-corpus", "--output", shards, *size)
-            documents = ("--input", shards / "*.parquet")
+            self.run("corpus", "-m", "megatron_neobert", "sample-corpus", "--output", texts, *size)
+            documents = ("--input", texts / "*.parquet")
             vocabulary = ("--output", tokenizer, "--vocab-size", self.sizes.vocab_size)
             self.run("tokenizer", "-m", "megatron_neobert", "train-tokenizer", *documents, *vocabulary)
             target = ("--output-prefix", folder / "sample", "--tokenizer-model", tokenizer)

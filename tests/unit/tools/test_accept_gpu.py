@@ -223,7 +223,7 @@ def test_fp8_run_whose_losses_differ_from_bf16_fails(tmp_path, monkeypatch):
 def test_score_that_differs_from_that_on_the_cpu_is_a_problem(tmp_path, monkeypatch):
     scores = {"here": 0.70, "cpu": 0.74}  # 100 rows, of which four have another class
     monkeypatch.setattr(evaluations, "evaluate", lambda *arguments: {"glue rte": scores[arguments[-1]]})
-    monkeypatch.setattr(evaluations, "write_data", lambda folder, shards: folder)
+    monkeypatch.setattr(evaluations, "write_data", lambda folder, texts: folder)
     for method in ("run", "train"):
         monkeypatch.setattr(Phase, method, lambda phase, *arguments, **options: "")
     monkeypatch.setattr(Phase, "prepare_corpus", lambda phase: (tmp_path / "corpus", tmp_path))

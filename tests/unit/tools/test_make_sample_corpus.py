@@ -28,7 +28,7 @@ def test_folder_of_packages_is_parsed_and_never_executed_and_equal_texts_are_kep
         "pkg-1.0.dist-info/METADATA": f"Name: pkg\nVersion: 1.0\n\n# pkg\n\n{PROSE}\n",
     }
     write_package(tmp_path / "packages", files)
-    flags = ("--packages", tmp_path / "packages", "--shards", 1)
+    flags = ("--packages", tmp_path / "packages", "--files", 1)
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", *flags)
     assert code == 0, output
     rows = pq.read_table(tmp_path / "c").to_pylist()
