@@ -37,15 +37,6 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Folder of real data that some workplaces have beside the repository; a public clone does not."""
-    folder = REPOSITORY.parent / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("no folder shared/data beside the repository")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def bert_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vocab.txt of bert-base-uncased for the texts in tests/published; other pieces are unused entries."""
     rows = (PUBLISHED / "bert_base_uncased_pieces.tsv").read_text(encoding="utf-8").splitlines()

@@ -3,16 +3,18 @@
 import gzip
 import hashlib
 import json
-import os
+import sysconfig
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from backports import zstd
+from transformers import BertTokenizer
 from unit.data.preprocess_workspace import WORDS, Workspace, add_mixed_inputs, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
 
+from megatron_neobert.commands.sample_corpus import choose_documents
 from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.data.preprocessing.run import plan_preprocessing, preprocess
 from megatron_neobert.errors import ConfigError, DataError
@@ -174,29 +176,16 @@ def test_file_that_changes_after_the_plan_ends_the_run(workspace, change, name):
         preprocess(plan)
 
 
-EVERY = int(os.environ.get("EVERY", "40"))  # EVERY=1 compares all 18,900 documents, which takes half a minute
-
-
-def test_books_preprocessed_with_nanotoken_have_the_ids_of_transformers(shared_data, tmp_path):
-    transformers = pytest.importorskip("transformers")
+def test_corpus_of_nanotoken_has_the_ids_of_transformers(bert_vocabulary, tmp_path):
     pytest.importorskip("nanotoken")
     workspace = Workspace(tmp_path)
-    workspace.vocab = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
-    texts = []
-    for file in sorted((shared_data / "text/books").glob("*.parquet")):
-        rows = pq.read_table(file)
-        rows = rows.take(list(range(0, len(rows), EVERY)))
-        pq.write_table(rows, workspace.inputs / file.name)
-        texts += rows["content"].to_pylist()
+    workspace.vocab = bert_vocabulary
+    documents = choose_documents([Path(sysconfig.get_path("stdlib"))], budget_bytes=500_000)
+    pq.write_table(pa.table({"content": [document.content for document in documents]}), workspace.inputs / "t.parquet")
     workspace.run(tokenizer_backend="fast")
-    (name,) = workspace.corpus().manifest.tokenizer_backends
+    corpus, theirs = workspace.corpus(), BertTokenizer(str(bert_vocabulary))
+    (name,) = corpus.manifest.tokenizer_backends
     assert name.startswith("nanotoken")
-    theirs = transformers.BertTokenizer(str(workspace.vocab), do_lower_case=True)
-    corpus = workspace.corpus()
-    assert len(corpus) == len(texts) >= 18_900 // EVERY
-    mismatches = 0
-    for first in range(0, len(texts), 500):
-        encoded = theirs(texts[first : first + 500], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        mismatches += sum(corpus.document(number).tolist() != ids for number, ids in enumerate(encoded, start=first))
-    assert mismatches == 0
-    assert corpus.document(0).tolist() != theirs(texts[1], add_special_tokens=False)["input_ids"]
+    expected = theirs([document.content for document in documents], add_special_tokens=False)["input_ids"]
+    assert [corpus.document(number).tolist() for number in range(len(corpus))] == expected
+    assert len(documents) > 200

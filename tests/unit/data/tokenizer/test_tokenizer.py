@@ -9,6 +9,7 @@ from json_files import write_jsonl
 from security.small_sentencepiece import write_model
 from tests_tiny import made_up_texts
 from tokenizers import models
+from transformers import BertTokenizer
 from unit.data.small_corpus import ROBERTA, byte_level_backend, ids_of, write_vocabulary
 
 from megatron_neobert.data.tokenizer.fast_backends import probe_strings
@@ -39,11 +40,8 @@ def test_ids_equal_the_published_ones_of_bert_base_uncased(bert_vocabulary):
     assert tokenizer.special_ids == tuple(sorted(roles.values()))
 
 
-def test_vocab_txt_gives_the_ids_of_transformers_on_any_unicode_text(shared_data):
-    transformers = pytest.importorskip("transformers")
-    path = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
-    reference = transformers.BertTokenizer(str(path))
-    tokenizer = load_tokenizer(path)
+def test_vocab_txt_gives_the_ids_of_transformers_on_any_unicode_text(bert_vocabulary):
+    reference, tokenizer = BertTokenizer(str(bert_vocabulary)), load_tokenizer(bert_vocabulary)
     texts = [text.replace("]", "") for text in probe_strings(tokenizer)]  # transformers parses [MASK]
     assert ids_of(tokenizer, texts) == reference(texts, add_special_tokens=False)["input_ids"]
 

@@ -57,7 +57,7 @@ def adversarial_texts(path: Path) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_sentencepiece_or_in_unigram_models_equally_likely_on_adversarial_strings(tmp_path, kind):
     path = train(tmp_path, **KINDS[kind])
-    different = differing(path, adversarial_texts(path))
+    different = differing(path, [*adversarial_texts(path), "[MASK] <s>a</s> <unk><pad>", "<0x0A>"])
     assert not different or KINDS[kind]["model_type"] == "unigram"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in different:
@@ -74,16 +74,6 @@ def test_ids_with_nfkc_rules_differ_only_if_several_code_points_form_one_charact
     different = differing(path, texts)
     assert different  # the exception exists
     assert [text for text in different if not one_character.search(text)] == []
-
-
-def test_32k_model_gives_the_ids_of_sentencepiece_for_books_and_adversarial_strings(shared_data):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = shared_data / "tokenizers/sentencepiece-bpe-32k/tokenizer.model"
-    column = parquet.read_table(shared_data / "text/books/train-00003-of-00008.parquet", columns=["content"])["content"]
-    texts = [*column.to_pylist()[::8], *probe_strings(load_tokenizer(path)), *spaced_texts()]
-    assert len(texts) > 3900
-    assert differing(path, texts) == []
-    assert differing(path, ["[MASK] <s>a</s> <unk><pad>", "<0x0A>"]) == []
 
 
 @pytest.mark.parametrize("removes_spaces", [False, True])
