@@ -18,7 +18,7 @@ from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_docu
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.inputs.stream import is_url
+from megatron_neobert.data.inputs.input_reader import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 

@@ -1,13 +1,14 @@
 """Loaders: build batches ahead of training in worker processes, and optionally copy them to the GPU with NVIDIA DALI.
 
 One core reads far more tokens than a GPU trains on, so one worker keeps loading off the critical path; tests and small
-runs use none. Steps arrive in the same order for any number of workers: worker i of n builds steps i, i + n, ..., and
-DataLoader takes from its workers in turn. Workers run ahead of training, so a checkpoint stores the `cursor_after` of
-the last step that was trained on.
+runs use none. Rank batches arrive in the same order for any number of workers: worker i of n builds the rank batches of
+iterations i, i + n, ..., and DataLoader takes from its workers in turn. Workers run ahead of training, so a checkpoint
+stores the `cursor_after` of the last iteration that was trained.
 
-`build_dali_loader` passes the steps of `build_loader` through a DALI pipeline, which adds no randomness. One iteration
-of the pipeline has the tensors of one micro-batch, so a step can begin while its later micro-batches are still being
-copied. Without a GPU the pipeline runs on the CPU, where it saves no time (measurements: docs/performance.md).
+`build_dali_loader` passes the rank batches of `build_loader` through a DALI pipeline, which adds no randomness. One
+iteration of the pipeline has the tensors of one micro-batch, so a step can begin while its later micro-batches are
+still being copied. Without a GPU the pipeline runs on the CPU, where it saves no time (measurements:
+docs/performance.md).
 """
 
 import gc
@@ -145,10 +146,10 @@ ForkingPickler.register(MicroBatch, _reduce_micro_batch)
 
 
 def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.device) -> Iterator[RankBatches]:
-    """Return an iterator over the same steps as `build_loader`, with their tensors on `device`.
+    """Return an iterator over the same rank batches as `build_loader`, with their tensors on `device`.
 
-    The device is the CPU or a GPU with an index. The tensors of a step stay valid for as long as the caller keeps them.
-    Raise ConfigError if DALI is not installed.
+    The device is the CPU or a GPU with an index. The tensors of rank batches stay valid for as long as the caller keeps
+    them. Raise ConfigError if DALI is not installed.
     """
     # Imported here, so that the error comes before the first step.
     try:
@@ -162,16 +163,16 @@ def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.de
     return _copy_ahead(build_loader(stream, num_workers=num_workers), device)
 
 
-def _copy_ahead(steps: Iterator[RankBatches], device: torch.device) -> Iterator[RankBatches]:
+def _copy_ahead(rank_batches: Iterator[RankBatches], device: torch.device) -> Iterator[RankBatches]:
     from nvidia.dali import Pipeline, fn
 
-    # Steps whose tensors are in the pipeline. Their other fields wait here.
+    # Rank batches whose tensors are in the pipeline. Their other fields wait here.
     in_flight: deque[RankBatches] = deque()
 
-    def next_tensors(steps: Iterator[RankBatches]) -> Generator[list[list[NDArray[Any]]]]:
-        for step in steps:
-            in_flight.append(step)
-            for batch in step.micro_batches:
+    def next_tensors() -> Generator[list[list[NDArray[Any]]]]:
+        for batches in rank_batches:
+            in_flight.append(batches)
+            for batch in batches.micro_batches:
                 # For DALI, every array is a batch of one sample. DALI would require a CUDA stream for torch tensors.
                 yield [[getattr(batch, name).numpy()] for name in _TENSORS]
 
@@ -189,14 +190,14 @@ def _copy_ahead(steps: Iterator[RankBatches], device: torch.device) -> Iterator[
     )
     # The pipeline and its source are in a reference cycle. If DataLoader's iterator were collected with them, it would
     # wait five seconds for each worker, because Python closes its queues to the workers first.
-    with closing(next_tensors(steps)) as arrays:
+    with closing(next_tensors()) as arrays:
         with pipeline:
             outputs = fn.external_source(arrays, num_outputs=len(_TENSORS), batch=True)
             pipeline.set_outputs(*(output.gpu() if on_gpu else output for output in outputs))
         while True:
             # The first run calls next_tensors ahead, which fills in_flight.
             first = next_micro_batch()
-            step = in_flight.popleft()
-            tensors = [first, *(next_micro_batch() for _ in step.micro_batches[1:])]
-            batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
-            yield replace(step, micro_batches=batches)
+            batches = in_flight.popleft()
+            tensors = [first, *(next_micro_batch() for _ in batches.micro_batches[1:])]
+            copied = [replace(batch, **values) for batch, values in zip(batches.micro_batches, tensors, strict=True)]
+            yield replace(batches, micro_batches=copied)

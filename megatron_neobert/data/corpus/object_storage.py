@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, CorpusShard, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.inputs.find import InputVersion, version_from_info
-from megatron_neobert.data.inputs.stream import file_system_of, named_errors
+from megatron_neobert.data.inputs.input_reader import file_system_of, named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
 from megatron_neobert.runtime.new_file import FileRecord

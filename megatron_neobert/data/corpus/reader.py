@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, damage_error
-from megatron_neobert.data.inputs.stream import is_url
+from megatron_neobert.data.inputs.input_reader import is_url
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import progress_bar

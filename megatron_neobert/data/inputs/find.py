@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron_neobert.data.inputs.stream import BYTE_ORDER_MARK, file_system_of, is_url, named_errors, open_input
+from megatron_neobert.data.inputs.input_reader import BYTE_ORDER_MARK, file_system_of, is_url, named_errors, open_input
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.text import without_credentials
 

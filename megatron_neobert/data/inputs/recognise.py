@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch
-from megatron_neobert.data.inputs.stream import (
+from megatron_neobert.data.inputs.input_reader import (
     BYTE_ORDER_MARK,
     Chunk,
     DamagedStream,
@@ -23,6 +22,7 @@ from megatron_neobert.data.inputs.stream import (
     named_errors,
     open_input,
 )
+from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.text_files import find_cuts, read_lines, read_text
 from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from megatron_neobert.cli import option
-from megatron_neobert.data.inputs.stream import Chunk, Format
+from megatron_neobert.data.inputs.input_reader import Chunk, Format
 
 RAW_BYTES = 64 << 10  # stored of a rejected record
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from megatron_neobert.data.inputs.input_reader import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.data.inputs.records import ReadSettings, Reason, RecordBatch
-from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.errors import DataError, suggestion
 
 _BUFFER_BYTES = 1 << 20  # usual size of a page

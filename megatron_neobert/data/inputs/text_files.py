@@ -13,8 +13,8 @@ from typing import cast
 
 import orjson
 
+from megatron_neobert.data.inputs.input_reader import Chunk, InputReader, file_size, named_errors, open_input
 from megatron_neobert.data.inputs.records import RAW_BYTES, Fields, ReadSettings, Reason, RecordBatch
-from megatron_neobert.data.inputs.stream import Chunk, InputReader, file_size, named_errors, open_input
 from megatron_neobert.text import parse_json
 
 _LINE_BUFFER_BYTES = 64 << 10  # for finding line ends

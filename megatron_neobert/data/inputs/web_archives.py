@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron_neobert.data.inputs.input_reader import BATCH_BYTES, Chunk, DamagedStream, InputReader
 from megatron_neobert.data.inputs.records import RAW_BYTES, Fields, ReadSettings, Reason, RecordBatch
-from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, DamagedStream, InputReader
 
 _LONGEST_HEADER_BYTES = 64 << 10
 _LONGEST_LENGTH_DIGITS = 18  # every number of 18 digits fits into int64

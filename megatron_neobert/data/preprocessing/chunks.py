@@ -18,9 +18,9 @@ from megatron_neobert.data.corpus.attribute_columns import pack_columns, plain_v
 from megatron_neobert.data.corpus.format import NO_TOKENS, Counts, token_dtype
 from megatron_neobert.data.corpus.writer import TokenizedChunk
 from megatron_neobert.data.inputs.find import InputVersion, input_version
+from megatron_neobert.data.inputs.input_reader import Chunk, is_url
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
-from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import Backend, BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer

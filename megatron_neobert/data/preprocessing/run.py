@@ -26,9 +26,9 @@ from megatron_neobert.data.corpus.format import (
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import TokenizedChunk, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
+from megatron_neobert.data.inputs.input_reader import Chunk, is_url
 from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, read_size
-from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.chunks import TokenizeJob, cache_encoder, tokenize_chunk
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Backend, Encoder, open_encoder

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 from backports import zstd
 
+from megatron_neobert.data.inputs.input_reader import Chunk
 from megatron_neobert.data.inputs.recognise import CHUNK_BYTES, read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, Rejected
-from megatron_neobert.data.inputs.stream import Chunk
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
 JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()

@@ -8,9 +8,9 @@ import pytest
 from backports import zstd
 from unit.data.inputs.reading import COMPRESS, TEXTS, peak_memory, read, texts_of
 
+from megatron_neobert.data.inputs.input_reader import Chunk
 from megatron_neobert.data.inputs.recognise import read_chunk, recognise
 from megatron_neobert.data.inputs.records import ReadSettings
-from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 LINES = [json.dumps({"content": text}).encode() + b"\n" for text in TEXTS]

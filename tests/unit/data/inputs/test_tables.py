@@ -11,9 +11,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from unit.data.inputs.reading import TEXTS, read, texts_of, write_table
 
+from megatron_neobert.data.inputs.input_reader import Chunk
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, Reason
-from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 WRITERS = {"parquet": pq.ParquetWriter, "arrow stream": pa.ipc.new_stream, "arrow file": pa.ipc.new_file}
