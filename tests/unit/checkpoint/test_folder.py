@@ -4,14 +4,15 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from unit.data.child_processes import count_changes
 
 from megatron_neobert.checkpoint import folder as checkpoint_files
 from megatron_neobert.checkpoint.contents import Box, StoredTensors, write_tensors
@@ -95,51 +96,9 @@ def test_all_files_and_folders_are_synced_before_a_checkpoint_is_published(tmp_p
     assert sorted({*map(str, below), "."} - {*synced}) == []
 
 
-def die_at(event: int) -> None:
-    """End this process at the given file-system event: before or after opening for writing, syncing, renaming, ..."""
-    seen, fsync = 0, os.fsync
-
-    def count() -> bool:
-        nonlocal seen
-        seen += 1
-        return seen == event
-
-    def audit(name: str, arguments: tuple) -> None:
-        if seen >= event:  # already ending
-            return
-        is_path = name == "open" and not isinstance(arguments[0], int)  # an opened file becomes a stream by its number
-        if is_path and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            if count():
-                os._exit(1)
-            if count():  # the file exists and is empty
-                os.close(os.open(arguments[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-                os._exit(1)
-        elif name in ("os.rename", "os.link", "os.mkdir", "os.rmdir", "os.remove", "os.truncate") and count():
-            os._exit(1)
-
-    def sync_or_die(descriptor: int) -> None:
-        if count():
-            os._exit(1)
-        fsync(descriptor)
-
-    os.fsync = sync_or_die
-    sys.addaudithook(audit)
-
-
-def save_and_die(save: Path, event: int) -> bool:
-    """Save iteration 3 in a child process that ends at an event; return whether the save was completed."""
-    child = os.fork()
-    if not child:
-        try:
-            die_at(event)
-            save_files(save, 3)
-            prune(save, keep_last=2, keep_every=None)
-            os._exit(0)
-        finally:
-            os._exit(2)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 1)
-    return code == 0
+def save_and_prune(save: Path, iteration: int) -> None:
+    save_files(save, iteration)
+    prune(save, keep_last=2, keep_every=None)
 
 
 def restart(save: Path) -> int:
@@ -152,8 +111,7 @@ def restart(save: Path) -> int:
         newest = list_folders(save)[0]
         verify_files(newest)
         iteration = checkpoint_files.iteration_of(newest)
-        save_files(save, 4)
-        prune(save, keep_last=2, keep_every=None)
+        save_and_prune(save, 4)
     assert names(save) == [f"iter_{iteration:07d}", "iter_0000004", "latest_checkpointed_iteration.txt", "lock"]
     return iteration
 
@@ -165,11 +123,11 @@ def test_crash_at_any_file_system_event_of_a_save_leaves_an_undamaged_newest_che
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted only
     for iteration in earlier:
         save_files(tmp_path / "template", iteration)
-    iterations, is_complete = [], False
-    while not is_complete:
+    iterations, changes = [], 0
+    while not changes:
         save = tmp_path / str(len(iterations))
         shutil.copytree(tmp_path / "template", save)
-        is_complete = save_and_die(save, len(iterations) + 1)
+        changes = count_changes(partial(save_and_prune, save, 3), killed_at=len(iterations) + 1)
         iterations.append(restart(save))
     assert len(iterations) > 60
     assert iterations == sorted(iterations) and set(iterations) == found

@@ -3,31 +3,49 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_CHANGES = {"os.rename", "os.link", "os.mkdir", "os.rmdir", "os.remove", "os.truncate"}
 
-def count_syncs(function: Callable[[], Any], *, killed_at: int = 0) -> int:
-    """Call `function` in a fork that is killed at its n-th fsync; return the number of calls of fsync, 0 if killed."""
-    calls, sync = multiprocessing.Value("i", 0), os.fsync
 
-    def count(descriptor: int) -> None:
-        calls.value += 1
-        if calls.value == killed_at:
+def count_changes(function: Callable[[], Any], *, killed_at: int = 0) -> int:
+    """Call `function` in a fork that is killed at its n-th change on disk; return the number of changes, 0 if killed.
+
+    It is killed before a change, such as a call of fsync, and also after a file was opened for writing.
+    """
+    changes = multiprocessing.Value("i", 0)
+
+    def count(*opened: Any) -> None:
+        changes.value += 1
+        if changes.value == killed_at:
+            if opened:
+                os.open(*opened)
             os.kill(os.getpid(), signal.SIGKILL)
-        sync(descriptor)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _CHANGES:
+            count()
+        if event == "open":
+            path, _, flags = arguments
+            # An opened file becomes a stream by its number.
+            if not isinstance(path, int) and flags & (os.O_WRONLY | os.O_RDWR):
+                count()
+                count(path, flags)
 
     def run() -> None:
-        os.fsync = count
+        os.fsync = lambda descriptor: count()
+        sys.addaudithook(audit)
         function()
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
-    return 0 if process.exitcode else calls.value
+    return 0 if process.exitcode else changes.value
 
 
 def children_of(process: int) -> list[int]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from commands import run_forked
-from unit.data.child_processes import count_syncs
+from unit.data.child_processes import count_changes
 from unit.data.small_corpus import numbered_tokenizer, random_documents
 
 from megatron_neobert.data.corpus import adoption
@@ -90,14 +90,12 @@ def test_files_that_cannot_become_a_corpus_are_refused_without_output(tmp_path, 
 
 
 def test_call_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
-    for at in range(1, 100):
+    write_as_megatron(tmp_path / "M", DOCUMENTS, eod_id=SEP)
+    for at in range(1, 1 + count_changes(partial(adopt, str(tmp_path / "M"), TOKENIZER))):
         prefix = write_as_megatron(tmp_path / f"M{at}", DOCUMENTS, eod_id=SEP)
-        has_ended = count_syncs(partial(adopt, prefix, TOKENIZER), killed_at=at)
-        corpus, _ = adopt(prefix, TOKENIZER)
-        check_content(corpus)
-        if has_ended:
-            break
-    assert 3 < at < 99
+        assert not count_changes(partial(adopt, prefix, TOKENIZER), killed_at=at)
+        check_content(adopt(prefix, TOKENIZER)[0])
+    assert at > 3
 
 
 def test_reader_of_megatron_files_names_the_command_that_adopts_them(tmp_path, tiny_corpus):

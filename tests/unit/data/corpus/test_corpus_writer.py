@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import shutil
-import sys
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
+from unit.data.child_processes import count_changes
 from unit.data.small_corpus import FIRST_ORDINARY, numbered_tokenizer, write_chunk
 
 from megatron_neobert.data.corpus import shard_files
@@ -203,27 +205,6 @@ def test_memory_does_not_grow_with_the_corpus_shard(tmp_path):
 
 # --- a kill at any moment
 
-CHANGES = {"open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "shutil.rmtree"}
-
-
-def write_until_killed(change_number, chunks, **options):
-    """Write in a child process that dies before its n-th change of a file or folder; return True if it died."""
-    child = os.fork()
-    if child == 0:
-        remaining = change_number
-
-        def count(event, _):
-            nonlocal remaining
-            remaining -= event in CHANGES
-            if remaining < 0:
-                os._exit(9)
-
-        sys.addaudithook(count)
-        chunks.write(**options)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
 SHARDS = {"shard_bytes": 30}
 
 
@@ -247,20 +228,18 @@ def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_a_repeated_call_gi
     old_documents, new_documents = (documents_if_it_opens(folder.folder / "P") for folder in (old, new))
     assert old_documents and new_documents and old_documents != new_documents
     outcomes = set()
-    for change_number in range(1000):
+    for killed_at in count(1):
         shutil.rmtree(tmp_path / "killed", ignore_errors=True)
         chunks = ChunkFolder(tmp_path / "killed")
         for name, content in old.corpus_bytes().items():
             (chunks.folder / name).write_bytes(content)
-        killed = write_until_killed(change_number, chunks, **new_options)
+        changes = count_changes(partial(chunks.write, **new_options), killed_at=killed_at)
         found = documents_if_it_opens(chunks.folder / "P")
-        assert found in (None, old_documents, new_documents), change_number
+        assert found in (None, old_documents, new_documents), killed_at
         outcomes.add("none" if found is None else "old" if found == old_documents else "new")
-        if not killed:
+        if changes:
             break
         chunks.write(**new_options)
         assert chunks.corpus_bytes() == new.corpus_bytes()
         assert not (chunks.files.partial / "output").exists()
-    # The loop has tried every moment.
-    assert 20 < change_number < 999
     assert outcomes == {"none", "old", "new"}

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import call
 from numpy.typing import NDArray
-from unit.data.child_processes import count_syncs
+from unit.data.child_processes import count_changes
 from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_corpus
 
 from megatron_neobert.data.corpus.attributes import choose_documents
@@ -183,20 +183,6 @@ def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
     assert [file.name for file in tmp_path.iterdir()] == ["list"]
 
 
-def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "RANGE_DOCUMENTS", 400)
-    last = count_syncs(partial(find, tmp_path / "whole", planted.prefix))
-    assert (tmp_path / "whole").read_bytes() == expected
-    for at in (1, 4, 5, last // 2, last - 4, last):
-        output = tmp_path / f"killed{at}"
-        assert not count_syncs(partial(find, output, planted.prefix), killed_at=at)
-        assert output.exists() == (at == last), "it appears whole, and last"
-        find(output, planted.prefix, resume=True)
-        assert output.read_bytes() == expected, at
-        assert list(tmp_path.glob(f"killed{at}?*")) == [], "no temporary file is left"
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def two_corpora(folder):
     """Write the corpora A and B, and return their prefixes; CLUSTER_SIZES has the sizes of the clusters in them."""
     a, b, c, d = random_documents([80, 90, 70, 60], 1000)
@@ -242,21 +228,25 @@ def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_pat
     assert call(*again, "size9")[0] == 0
 
 
-def test_killed_while_attributes_are_added_and_resumed_all_corpora_have_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "RANGE_DOCUMENTS", 400)
-    (tmp_path / "0").mkdir()
-    last = count_syncs(partial(find, tmp_path / "0" / "list", *two_corpora(tmp_path / "0"), add_attribute="size"))
-    # Four calls of fsync per corpus, and two for the list.
-    for at in range(last - 9, last + 1):
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        prefixes = two_corpora(folder)
-        assert not count_syncs(partial(find, folder / "list", *prefixes, add_attribute="size"), killed_at=at)
-        for prefix in prefixes:
-            check_content(Corpus(prefix))
-        find(folder / "list", *prefixes, add_attribute="size", resume=True)
+def test_killed_at_any_point_and_resumed_the_list_and_the_attributes_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", 2)
+
+    def start(at, **changes):
+        output, prefixes = tmp_path / str(at) / "list", (tmp_path / str(at) / name for name in "AB")
+        find(output, *prefixes, minhash=MinHashSettings(threshold=1.0), add_attribute="size", **changes)
+
+    def killed(at):
+        (tmp_path / str(at)).mkdir()
+        two_corpora(tmp_path / str(at))
+        return not count_changes(partial(start, at), killed_at=at)
+
+    for at in takewhile(killed, count(1, 5)):  # every fifth change
+        start(at, resume=True)
+        prefixes = [str(tmp_path / str(at) / name) for name in "AB"]
         assert cluster_sizes(prefixes) == CLUSTER_SIZES, at
-        assert (folder / "list").exists() and not list(folder.glob("*.partial"))
+        assert [dropped(tmp_path / str(at) / "list", prefix) for prefix in prefixes] == [[2], [1, 2, 4]], at
+        assert list((tmp_path / str(at)).glob("*.partial*")) == []
+    assert at > 100
 
 
 def test_a_corpus_that_cannot_take_an_attribute_is_refused_before_the_search(tmp_path):
