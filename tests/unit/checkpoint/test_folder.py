@@ -1,6 +1,5 @@
 """Checkpoints: folders, verification, pruning, crashes during a save, locks, tensors and train states."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from json_files import edit_json
 from unit.data.child_processes import count_changes
+from unit.data.small_corpus import damage, replaced
 
 from megatron_neobert.checkpoint import folder as checkpoint_files
 from megatron_neobert.checkpoint.contents import Box, StoredTensors, write_tensors
@@ -28,7 +29,7 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
     write_manifest,
 )
-from megatron_neobert.checkpoint.train_state import TrainState, read_train_state
+from megatron_neobert.checkpoint.train_state import TrainState, read_train_state, write_train_state
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError, ConfigError, OutputError
@@ -139,18 +140,9 @@ def test_file_of_another_rank_that_is_not_visible_is_reported(tmp_path):
         write_manifest(tmp_path, written)
 
 
-def damage_manifest(change):
-    def damage(folder: Path) -> None:
-        path = folder / "MANIFEST.json"
-        manifest = json.loads(path.read_text())
-        change(manifest["files"])
-        path.write_text(json.dumps(manifest))
-
-    return damage
-
-
-def add_to_manifest(name: str):
-    return damage_manifest(lambda files: files.update({name: files["train_state.json"]}))
+def list_as(name: str) -> Callable[[Path], object]:
+    """Return a change of the manifest, which lists train_state.json under this name."""
+    return lambda folder: damage(folder / "MANIFEST.json", replaced(b"train_state.json", name.encode()))
 
 
 def link_elsewhere(folder: Path) -> None:
@@ -159,21 +151,19 @@ def link_elsewhere(folder: Path) -> None:
 
 
 DAMAGES = {
-    "incomplete": (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
-    "parent": (add_to_manifest("../x"), "'../x', which is not a file of a checkpoint"),
-    "pickle": (add_to_manifest(".metadata"), "'.metadata', which is not a file of a checkpoint"),
+    "incomplete": (list_as("state.json"), "does not list train_state.json"),
+    "parent": (list_as("../x"), "'../x', which is not a file of a checkpoint"),
     "link": (link_elsewhere, "train_state.json: missing"),
-    "flipped": (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
     "truncated": (lambda folder: (folder / "train_state.json").write_text("conten"), "6 bytes, expected 7"),
     "no manifest": (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: cannot be read"),
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_of_a_checkpoint_is_found_and_the_file_is_named(tmp_path, damage, message):
+@pytest.mark.parametrize(("change", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_of_a_checkpoint_is_found_and_the_file_is_named(tmp_path, change, message):
     folder = save_files(tmp_path, 2)
     verify_files(folder)
-    damage(folder)
+    change(folder)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         verify_files(folder)
 
@@ -238,24 +228,19 @@ STATE = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("progress"), "missing required field `progress`"),
-        (lambda state: state.pop("optimizer_steps"), "missing required field `optimizer_steps`"),
+        ({"progress": ...}, "missing required field `progress`"),
+        ({"optimizer_steps": -1}, r"Expected `int` >= 0 - at `\$\.optimizer_steps`"),
+        ({"progress": asdict(STATE) | {"iteration": -5}}, r"Expected `int` >= 0 - at `\$\.progress\.iteration`"),
         (
-            lambda state: state.update(optimizer_steps="2"),
-            r"Expected `int \| null`, got `str` - at `\$\.optimizer",
-        ),
-        (lambda state: state.update(optimizer_steps=-1), r"Expected `int` >= 0 - at `\$\.optimizer_steps`"),
-        (lambda state: state["progress"].update(iteration=-5), r"Expected `int` >= 0 - at `\$\.progress\.iteration`"),
-        (
-            lambda state: state["progress"].update(cursor={"sequence": 1 << 62}),
+            {"progress": asdict(STATE) | {"cursor": {"sequence": 1 << 62}}},
             r"Expected `int` <= \d+ - at `\$\.progress\.cursor\.sequence`",
         ),
     ],
 )
-def test_invalid_train_state_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str):
-    state: dict[str, Any] = {"progress": asdict(STATE), "optimizer_steps": 7}
-    change(state)
-    (tmp_path / "train_state.json").write_text(json.dumps(state))
+def test_invalid_train_state_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    write_train_state(tmp_path, STATE, optimizer_steps=7)
+    assert read_train_state(tmp_path).state == STATE
+    edit_json(tmp_path / "train_state.json", **change)
     with pytest.raises(CheckpointError, match=rf"train_state\.json: not written by neobert \(.*{message}"):
         read_train_state(tmp_path)
 
@@ -276,12 +261,10 @@ def write_boxes(folder: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]
     ("boxes", "whole"),
     [
         (BOXES[:3], (3, 4)),
-        ([*BOXES[:2], BOXES[3]], (3, 4)),
         ([*BOXES[:2], BOXES[1], BOXES[3]], (3, 4)),
         (BOXES, (2, 6)),
-        (BOXES, (4, 4)),
     ],
-    ids=["first missing", "last missing", "twice for another", "other shape", "larger shape"],
+    ids=["missing", "twice for another", "other shape"],
 )
 def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path, boxes, whole):
     write_boxes(tmp_path, boxes, whole=whole)

@@ -2,12 +2,10 @@
 
 import json
 import os
-import random
 import re
 import resource
 import signal
 import subprocess
-import time
 from functools import partial
 
 import numpy as np
@@ -51,34 +49,37 @@ def large_inputs(folder, *, files, megabytes):
             stream.writelines(json.dumps({"content": bytes(row).decode()}) + "\n" for row in text)
 
 
-def test_killed_worker_ends_the_run_with_74_and_leaves_no_files(folder):
+def kill_a_worker(process, workers):
+    os.kill(workers[0], signal.SIGKILL)
+
+
+def interrupt(process, workers):
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C also interrupts the workers
+
+
+@pytest.mark.parametrize(
+    ("moment", "action", "exit_code", "message"),
+    [
+        ("workers work", kill_a_worker, 74, "a worker process died at {folder}/inputs"),
+        ("workers start", interrupt, 130, ""),
+        ("workers work", interrupt, 130, ""),
+    ],
+)
+def test_run_ends_without_files_or_workers_when_a_worker_is_killed_or_it_is_interrupted(
+    folder, moment, action, exit_code, message
+):
     large_inputs(folder, files=3, megabytes=8)
     before = sorted(folder.iterdir())
     process = start(folder, "--workers", "2")
-    workers = wait_for(lambda: len(found := children_of(process.pid)) == 2 and found)
-    wait_for(lambda: list(folder.glob("run_content_document.partial/*.ids*")))
-    os.kill(workers[0], signal.SIGKILL)
+    if moment == "workers work":
+        wait_for(lambda: len(list(folder.glob("run_content_document.partial/*.ids*"))) == 2)
+    workers = wait_for(lambda: children_of(process.pid))
+    action(process, workers)
     _, errors = process.communicate(timeout=600)
-    assert process.returncode == 74
-    assert f"a worker process died at {folder / 'inputs'}" in errors
+    assert (process.returncode, "Traceback" in errors) == (exit_code, False), errors
+    assert message.format(folder=folder) in errors
     assert sorted(folder.iterdir()) == before
     assert all(has_ended(worker) for worker in workers)
-
-
-@pytest.mark.parametrize("moment", ["workers start", "workers work"])
-def test_interrupted_run_ends_with_130_and_leaves_no_files(folder, moment):
-    large_inputs(folder, files=2, megabytes=4)
-    before = sorted(folder.iterdir())
-    process = start(folder, "--workers", "2")
-    condition = {
-        "workers start": lambda: children_of(process.pid),
-        "workers work": lambda: len(list(folder.glob("run_content_document.partial/*.ids*"))) == 2,
-    }[moment]
-    wait_for(condition)
-    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C also interrupts the workers
-    _, errors = process.communicate(timeout=600)
-    assert (process.returncode, "Traceback" in errors) == (130, False)
-    assert sorted(folder.iterdir()) == before
 
 
 def all_bytes(folder, name):
@@ -89,41 +90,22 @@ def all_bytes(folder, name):
 MANY_SHARDS = ("--workers", 2, "--shard-size", 1)
 
 
-@pytest.mark.parametrize("moment", ["*.ids*", "output", "output/*.idx"])
-def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_bytes(folder, moment):
+def test_run_that_is_killed_again_and_again_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_bytes(folder):
     large_inputs(folder, files=40, megabytes=0.05)
-    process = start(folder, *MANY_SHARDS)
-    wait_for(lambda: list(folder.glob(f"run_content_document.partial/{moment}")))
-    workers = children_of(process.pid)
-    process.kill()
-    process.communicate()
-    assert not list(folder.glob("run_content_document*.json")), "the run had ended"
-    assert len(workers) == 2 or moment != "*.ids*"
-    wait_for(lambda: all(has_ended(worker) for worker in workers))
+    for moment in ("*.ids*", "output", "output/*.idx"):
+        process = start(folder, "--resume", *MANY_SHARDS)
+        wait_for(lambda moment=moment: list(folder.glob(f"run_content_document.partial/{moment}")))
+        workers = children_of(process.pid)
+        process.kill()
+        process.communicate()
+        assert not list(folder.glob("run_content_document*.json")), "the run had ended"
+        assert len(workers) == 2 or moment != "*.ids*"
+        wait_for(lambda workers=workers: all(has_ended(worker) for worker in workers))
     finish(folder, "--resume", *MANY_SHARDS)
     finish(folder, "--output-prefix", folder / "fresh", *MANY_SHARDS)
     assert not list(folder.glob("*.partial"))
     assert all_bytes(folder, "run") == all_bytes(folder, "fresh")
     assert len(all_bytes(folder, "run")) == 40 * 2 + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
-def test_run_killed_twice_at_any_moment_is_resumed_to_the_same_bytes(folder, number):
-    """Set KILLS=20 for more moments."""
-    large_inputs(folder, files=8, megabytes=0.5)
-    started = time.monotonic()
-    finish(folder, "--output-prefix", folder / "whole", *MANY_SHARDS)
-    whole_run = time.monotonic() - started
-    moment = random.Random(number)
-    for _ in range(2):
-        process = start(folder, "--resume", *MANY_SHARDS)
-        time.sleep(moment.uniform(0.1, 1.05) * whole_run)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    finish(folder, "--resume", *MANY_SHARDS)
-    assert all_bytes(folder, "run") == all_bytes(folder, "whole")
-    assert len(all_bytes(folder, "run")) == 8 * 2 + 1
 
 
 @pytest.mark.parametrize(
