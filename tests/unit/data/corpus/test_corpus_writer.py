@@ -99,6 +99,8 @@ def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layo
     assert (manifest.records, manifest.documents) == (3 + len(chunks.documents), len(chunks.documents))
     assert manifest.unknown_tokens == sum(document.count(UNKNOWN) for document in chunks.documents) > 0
     assert [record.documents for record in manifest.inputs.values()] == [5, 4, 0, 11]
+    tokens = [sum(map(len, documents)) for documents in np.split(np.array(chunks.documents, dtype=object), [5, 9])]
+    assert [record.tokens for record in manifest.inputs.values()] == [*tokens[:2], 0, tokens[2]]
     assert f"longest {max(map(len, chunks.documents))}" in Corpus(chunks.folder / "P").describe()["tokens/document"]
     assert (len(manifest.shards) > 1) == bool(layout)
 

@@ -53,13 +53,6 @@ def write_parquet(workspace):
     pq.write_table(pa.table(columns), workspace.inputs / "a.parquet", row_group_size=4)
 
 
-def write_arrow(workspace):
-    texts, languages = zip(*ROWS, strict=True)
-    table = pa.table({"language": languages, "content": [*texts]})
-    with pa.OSFile(str(workspace.inputs / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-
-
 def write_archive(workspace):
     with (workspace.inputs / "a.wet").open("wb") as file:
         for text, language in ROWS:
@@ -68,7 +61,7 @@ def write_archive(workspace):
             file.write(f"{head}\r\n{text}\r\n\r\n".encode())
 
 
-@pytest.mark.parametrize("write", [write_lines, write_parquet, write_arrow, write_archive])
+@pytest.mark.parametrize("write", [write_lines, write_parquet, write_archive])
 @pytest.mark.parametrize("workers", [None, 2])
 def test_records_are_kept_dropped_rewritten_and_rejected_in_the_filters_order(workspace, filters, write, workers):
     write(workspace)

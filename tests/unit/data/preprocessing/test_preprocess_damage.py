@@ -2,19 +2,19 @@
 
 import gzip
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call
 from object_server import ObjectServer
-from unit.data.preprocess_workspace import cut_small, decoded
+from unit.data.preprocess_workspace import WORDS, cut_small, decoded
+from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus.format import BackendRecord
 from megatron_neobert.data.preprocessing import chunks as chunks_module
 from megatron_neobert.data.preprocessing.run import is_complete, plan_preprocessing
 from megatron_neobert.data.tokenizer import fast_backends
-from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError
 
 # --- damaged input files
@@ -105,25 +105,14 @@ def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(work
 
 
 @pytest.fixture
-def wrong_nanotoken(monkeypatch):
-    """Make nanotoken give a wrong id for "hello xy zy", which is not a string of the probe."""
+def wrong_nanotoken(workspace, monkeypatch):
+    """Make nanotoken exchange the ids of "xy" and "zy", and let it pass the probe."""
     pytest.importorskip("nanotoken")
-    build = fast_backends._build_nanotoken
-
-    def build_wrong(tokenizer):
-        right = build(tokenizer)
-        unknown = tokenizer.unk_id
-
-        def encode(texts):
-            batch = right(texts)
-            ends = np.cumsum(batch.lengths)
-            ids = batch.ids.copy()
-            ids[[end - 1 for text, end in zip(texts, ends, strict=True) if text == "hello xy zy"]] = unknown
-            return EncodedBatch(ids, batch.lengths)
-
-        return encode
-
-    monkeypatch.setattr(fast_backends, "_build_nanotoken", build_wrong)
+    build, exchange = fast_backends._build_nanotoken, {"xy": "zy", "zy": "xy"}
+    pieces = [exchange.get(piece, piece) for piece in WORDS]
+    wrong = load_tokenizer(write_vocabulary(workspace.folder / "wrong.txt", pieces))
+    monkeypatch.setattr(fast_backends, "_build_nanotoken", lambda tokenizer: build(wrong))
+    monkeypatch.setattr(fast_backends, "probe_strings", lambda tokenizer: ["hello"])
     monkeypatch.setattr(chunks_module, "_loaded", {})  # shared with other tests
 
 
@@ -131,9 +120,9 @@ def add_inputs_with_wrong_ids(workspace, *, verified_in):
     """Add six input files of 80 documents: the 71st of each, which is not verified, and the 4th of one are wrong."""
     for number in range(6):
         texts = ["hello world"] * 80
-        texts[70] = "hello xy zy"
+        texts[70] = "hello xy"
         if number == verified_in:
-            texts[3] = "hello xy zy"
+            texts[3] = "hello xy"
         workspace.add_texts(f"{number}.jsonl", *texts)
 
 
