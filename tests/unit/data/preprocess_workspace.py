@@ -70,15 +70,11 @@ def decoded(workspace, name="run"):
     return [tokenizer.decode(corpus.document(number)) for number in range(len(corpus))]
 
 
-def random_text(generator, tokens):
-    return " ".join(["hello", "world", "zy", "xyz"][choice] for choice in generator.integers(0, 4, tokens))
-
-
 def add_mixed_inputs(workspace):
     """Add seven input files of three formats, with some malformed records."""
     generator = np.random.default_rng(0)
     for number in range(7):
-        texts = [random_text(generator, tokens) for tokens in generator.integers(1, 60, 40)]
+        texts = [" ".join(generator.choice(WORDS[:4], tokens)) for tokens in generator.integers(1, 60, 40)]
         lines = [json.dumps({"content": text}) for text in texts]
         path = workspace.inputs / f"{number}"
         if number % 3 == 0:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from unit.data.child_processes import count_changes
 from unit.data.small_corpus import FIRST_ORDINARY, numbered_tokenizer, write_chunk
@@ -101,6 +102,8 @@ def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layo
     assert [record.documents for record in manifest.inputs.values()] == [5, 4, 0, 11]
     tokens = [sum(map(len, documents)) for documents in np.split(np.array(chunks.documents, dtype=object), [5, 9])]
     assert [record.tokens for record in manifest.inputs.values()] == [*tokens[:2], 0, tokens[2]]
+    sizes = pq.read_table(chunks.files.attributes)["size"].to_pylist()
+    assert sizes == list(map(len, chunks.documents))
     assert f"longest {max(map(len, chunks.documents))}" in Corpus(chunks.folder / "P").describe()["tokens/document"]
     assert (len(manifest.shards) > 1) == bool(layout)
 
