@@ -12,20 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from unit.data.child_processes import has_ended, wait_for
-from unit.data.corpus.memory_corpus import (
-    MemoryCorpus,
-    bits_of,
-    contents,
-    stream_of,
-    stream_over,
-    web_like_lengths,
-    whole,
-)
+from unit.data.corpus.memory_corpus import MemoryCorpus, contents, stream_of, web_like_lengths
 
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import BatchStream
-from megatron_neobert.data.batches.windows import Cursor, Source
-from megatron_neobert.data.corpus.attributes import ChosenDocuments
+from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError, WorkerError
 
 CPU = torch.device("cpu")
@@ -34,15 +25,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def stream() -> BatchStream:
     return stream_of(MemoryCorpus(web_like_lengths(300)), seq_length=256)
-
-
-@pytest.fixture(scope="module")
-def blend() -> BatchStream:
-    """Three sources, in blocks, the last with documents chosen by length."""
-    corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
-    kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300))
-    sources = (whole(corpora[0]), whole(corpora[1], 2), Source(corpora[1], kept, 2))
-    return replace(stream_over(sources, seq_length=256, document_block_size=16), pads_to_capacity=True)
 
 
 @pytest.fixture(params=["torch", "dali"])
@@ -67,9 +49,7 @@ def test_steps_equal_those_of_the_stream_and_stay_valid_while_more_are_loaded(lo
     assert contents(list(islice(load(stream, num_workers=num_workers), 25))) == expected
 
 
-@pytest.mark.parametrize("kind", ["stream", "blend"])
-def test_a_loader_resumes_at_the_last_step_that_was_taken_not_at_what_workers_prepared(load, kind, request):
-    stream = request.getfixturevalue(kind)
+def test_a_loader_resumes_at_the_last_step_that_was_taken_not_at_what_workers_prepared(load, stream):
     taken = list(islice(load(stream, num_workers=2), 4))
     resumed = replace(stream, cursor=taken[-1].cursor_after)
     actual = contents([*taken, *islice(load(resumed, num_workers=2), 5)])

@@ -86,37 +86,6 @@ def test_a_blend_splits_every_component_alike_and_then_chooses_by_length(place):
     assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
 
 
-def test_the_identity_of_a_blend_depends_on_contents_weights_and_limits_but_not_on_paths(place):
-    path, copy, held_out = prefix(place), prefix(place, "copy"), prefix(place, "held_out")
-    place.run("copy", inputs=(str(place.inputs / "run.jsonl"),))
-
-    def identity(*data_path):
-        return opened(place, *data_path, split="1").sha256
-
-    blend = identity("0.2", path, "0.8", f"{path}:min=50")
-    assert blend == identity("1", copy, "4", f"{path}:min=50")
-    different = [
-        identity("0.3", path, "0.7", f"{path}:min=50"),
-        identity("0.2", path, "0.8", f"{path}:min=51"),
-        identity("0.2", path, "0.8", f"{path}:min=50:max=150"),
-        identity("0.8", f"{path}:min=50", "0.2", path),
-        identity("0.2", held_out, "0.8", f"{path}:min=50"),
-        identity(f"{path}:min=50"),
-        identity(path),
-    ]
-    assert len({blend, *different}) == 8
-
-
-def test_an_expression_is_part_of_the_identity_by_the_documents_it_chooses(place):
-    corpus = place.corpus()
-    write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
-    whole, chosen, chosen_alike, fewer = (
-        opened(place, f"{prefix(place)}{end}", split="1").sha256
-        for end in ("", ":where=score>=3", ":where=not score<3", ":where=score>=4")
-    )
-    assert chosen == chosen_alike and len({whole, chosen, fewer}) == 3
-
-
 def drop(place, *numbers, name="list"):
     """Write a drop list of the corpus `run`, and return the entry of --data-path that uses it."""
     corpus = place.corpus()
@@ -125,14 +94,38 @@ def drop(place, *numbers, name="list"):
     return f"{prefix(place)}:drop={place.folder / name}"
 
 
-def test_a_drop_list_is_part_of_the_identity_by_its_content_and_not_by_its_path(place):
-    lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
-    paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
-    inputs = {name: opened(place, path, split="1") for name, path in paths.items()}
-    hashes = {name: corpora.sha256 for name, corpora in inputs.items()}
-    assert numbers(inputs["some"].training[0]) == [n for n in range(len(place.corpus())) if n not in (1, 2)]
-    assert hashes.pop("moved") == hashes["some"]
-    assert len(set(hashes.values())) == 4
+def test_documents_of_a_drop_list_are_left_out(place):
+    (training,) = opened(place, drop(place, 1, 2), split="1").training
+    assert numbers(training) == [number for number in range(len(place.corpus())) if number not in (1, 2)]
+
+
+def test_the_identity_of_the_data_depends_on_documents_and_weights_but_not_on_paths_and_words(place):
+    corpus, path = place.corpus(), prefix(place)
+    place.run("copy", inputs=(str(place.inputs / "run.jsonl"),))
+    write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
+    alike = [
+        ([path], [prefix(place, "copy")]),
+        (["0.2", path, "0.8", f"{path}:min=50"], ["1", prefix(place, "copy"), "4", f"{path}:min=50"]),
+        ([f"{path}:where=score>=3"], [f"{path}:where=not score<3"]),
+        ([drop(place, 1, 2)], [drop(place, 1, 2, name="moved")]),
+    ]
+    others = [
+        ["0.3", path, "0.7", f"{path}:min=50"],
+        ["0.2", path, "0.8", f"{path}:min=51"],
+        ["0.2", path, "0.8", f"{path}:min=50:max=150"],
+        ["0.8", f"{path}:min=50", "0.2", path],
+        ["0.2", prefix(place, "held_out"), "0.8", f"{path}:min=50"],
+        [f"{path}:min=50"],
+        [f"{path}:where=score>=4"],
+        [drop(place, name="none")],
+        [drop(place, 1, 3, name="others")],
+    ]
+
+    def identity(data_path):
+        return opened(place, *data_path, split="1").sha256
+
+    assert all(identity(first) == identity(second) for first, second in alike)
+    assert len({*map(identity, [*(first for first, _ in alike), *others])}) == 4 + 9
 
 
 def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus_are_refused(place):
