@@ -10,6 +10,7 @@ from unit.data.preprocess_workspace import arguments_of, decoded
 
 from megatron_neobert.data.preprocessing.run import plan_preprocessing
 from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 FILTERS = """
 def no_masks(record):
@@ -74,7 +75,8 @@ def test_records_are_kept_dropped_rewritten_and_rejected_in_the_filters_order(wo
     (reject,) = map(json.loads, workspace.contents()["content_document.rejects.jsonl"].splitlines())
     assert reject["detail"] == "own_filters:rewrite: ZeroDivisionError: by zero" and reject["raw"] == "xyz"
     assert {3, 4} & {*reject.values()}, "record number: 3 counted from 0 for rows, 4 counted from 1 for others"
-    assert [name for name in manifest.filters if "filter" in name] == ["own_filters:no_masks", "own_filters:rewrite"]
+    version = f"sha256 {sha256_of(workspace.folder / 'own_filters.py')}"
+    assert manifest.filters.items() >= {"own_filters:no_masks": version, "own_filters:rewrite": version}.items()
 
 
 @pytest.mark.parametrize(
@@ -118,10 +120,6 @@ def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspac
     with pytest.raises(ConfigError, match="filters"):
         workspace.run(filter=filters("rewrite"), resume=True)
     workspace.run(filter=filters("rewrite"), overwrite=True)
-    before = workspace.corpus().manifest.filters["own_filters:rewrite"]
-    file.write_text(file.read_text() + "\n")
-    workspace.run(filter=filters("rewrite"), overwrite=True)
-    assert workspace.corpus().manifest.filters["own_filters:rewrite"] != before
 
 
 @pytest.mark.parametrize(

@@ -64,30 +64,28 @@ def test_input_files_may_be_added_and_removed_before_a_run_is_resumed(workspace,
     assert workspace.contents() == workspace.contents("fresh")
 
 
-@pytest.mark.parametrize("change", ["order", "layout", "shard", "attributes", "filters", "more inputs", "newer input"])
-def test_corpus_of_other_settings_or_inputs_is_not_complete(workspace, change):
-    workspace.add_texts("a.jsonl", *(f"hello {'world ' * number}" for number in range(100)))
-    workspace.add_texts("b.jsonl", "world")
-    inputs = tuple(str(workspace.inputs / name) for name in ("a.jsonl", "b.jsonl"))
-    same = {"inputs": inputs, "shard_size": 1, "resume": True}
+@pytest.mark.parametrize(
+    ("changes", "changed_file"),
+    [
+        ({"inputs": ("b.jsonl", "a.jsonl")}, None),
+        ({"inputs": ("a.jsonl", "b.jsonl", "c.jsonl")}, None),
+        ({"shard_size": None}, None),
+        ({"record_keys": ("from",)}, None),
+        ({"max_document_bytes": 100}, None),
+        ({}, "inputs/a.jsonl"),
+        ({}, "out/run_content_document_00001.bin"),
+    ],
+)
+def test_corpus_of_other_settings_or_files_is_not_complete(workspace, monkeypatch, changes, changed_file):
+    monkeypatch.chdir(workspace.inputs)
+    for name in "abc":
+        workspace.add_texts(f"{name}.jsonl", *["hello world"] * 100)
+    same = {"inputs": ("a.jsonl", "b.jsonl"), "shard_size": 1, "resume": True}
     workspace.run(**same)
     assert is_complete(plan_preprocessing(workspace.settings(**same)))
-    if change == "order":
-        same["inputs"] = inputs[::-1]
-    elif change == "layout":
-        same["shard_size"] = None
-    elif change == "shard":
-        (workspace.folder / "out" / "run_content_document_00001.bin").unlink()
-    elif change == "attributes":
-        same["record_keys"] = ("from",)
-    elif change == "filters":
-        same["max_document_bytes"] = 100
-    elif change == "more inputs":
-        workspace.add_texts("c.jsonl", "hello")
-        same["inputs"] = (*inputs, str(workspace.inputs / "c.jsonl"))
-    else:
-        workspace.add_texts("a.jsonl", "hallo")
-    assert not is_complete(plan_preprocessing(workspace.settings(**same)))
+    if changed_file:
+        (workspace.folder / changed_file).write_text('{"content": "hello"}\n')
+    assert not is_complete(plan_preprocessing(workspace.settings(**same | changes)))
 
 
 def test_interrupted_run_with_overwrite_is_not_complete(workspace, done):
