@@ -43,8 +43,8 @@ INPUTS = ("input_ids", "attention_mask")
 # error is acceptable is the user's decision.
 TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
 
-# Token counts of the rows of each test batch, limited to the model's longest input. All sizes differ from those of the
-# traced batch, because a size that tracing has made constant fails at every other size.
+# Token counts of the rows of each test batch, limited to the model's longest input. No batch has a size of the traced
+# batch, because a graph with a constant size fails only at other sizes.
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
 _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padding so that the mask is in the graph
 

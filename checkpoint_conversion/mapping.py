@@ -1,7 +1,7 @@
 """Names and shapes of weights: one table per published layout, read in both directions.
 
-Internal weights are those of the Megatron model: one tensor per layer, under the names in its checkpoints (Transformer
-Engine's names, whichever classes trained the model). Published weights have NeoBERT's names, or the names of Hugging
+Internal weights are the tensors of training checkpoints. They have Transformer Engine's names, whichever classes
+trained the model, and each layer has its own tensors. Published weights have NeoBERT's names, or the names of Hugging
 Face's EuroBERT, which computes the same function.
 
 Apart from names, three things differ: the padding of the vocabulary, fused matrices, and the rotary convention. NeoBERT

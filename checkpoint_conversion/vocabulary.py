@@ -1,11 +1,11 @@
 """Weights for another vocabulary, from which training continues.
 
-A token of the new vocabulary that the old one has keeps its row of the embedding, of the decoder and of the decoder's
-bias. Two tokenizers of one kind are compared by token strings, others by text and place in a word. Any other token
-starts with the mean of the rows of the old tokens into which its text is divided. A token that is a part of a character
-starts with the mean of all rows. Special tokens keep the rows of their roles.
+A token in both vocabularies keeps its rows of the embedding, the decoder and the decoder's bias. Two tokenizers of one
+kind are compared by token strings, others by text and place in a word. Any other token starts with the mean of the rows
+of the old tokens into which its text is divided. A token that is a part of a character starts with the mean of all
+rows. Special tokens keep the rows of their roles.
 
-Source: the initialization by means is that of FVT (arXiv 2402.09977).
+Source: the initialization by means follows FVT (arXiv 2402.09977).
 """
 
 import json

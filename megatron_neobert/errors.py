@@ -19,7 +19,7 @@ from typing import ClassVar, NoReturn
 
 from megatron_neobert.text import visible, without_credentials
 
-# Codes from 64 to 78 are those of sysexits.h; docs/troubleshooting.md lists all of them.
+# Codes from 64 to 78 follow sysexits.h; docs/troubleshooting.md lists all of them.
 # A package is missing, or another rank has ended or does not answer: start again.
 EXIT_UNAVAILABLE = 69
 EXIT_IO_ERROR = 74

@@ -1,7 +1,7 @@
 """Start a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
 
 The launcher checks all flags before it starts a rank, then runs the script once per rank, with torchrun's environment
-variables. Its exit code is that of the first rank that failed, on any node.
+variables. It exits with the code of the first rank that failed, on any node.
 
 Environment: NPROC_PER_NODE (default: one rank per GPU; on a CPU one per core, at most 8), NNODES (default: 1),
 RENDEZVOUS_TIMEOUT_SECONDS (default: 600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a
@@ -113,8 +113,8 @@ def choose_cpu_ranks(arguments: Sequence[str], *, nodes: int) -> int:
 def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: int, timeout_seconds: int) -> int:
     """Run `script`, a file and its arguments, on this node's ranks, and return the exit code of the run.
 
-    The exit code is that of the first rank that failed: 128 + N if signal N ended the rank, 69 if the rank hung or
-    ended early with 0. If no rank failed, it is the ranks' code, such as 0 or 75. After a second Ctrl-C, it is 130.
+    The first rank that failed decides the exit code: 128 + N if signal N ended the rank, 69 if the rank hung or ended
+    early with 0. If no rank failed, it is the ranks' code, such as 0 or 75. After a second Ctrl-C, it is 130.
 
     Raises:
         WorkerError: The ranks of this node have ended, but the ranks of another node neither end nor fail.

@@ -1,8 +1,8 @@
 """Read and write the tensors of a checkpoint: the safetensors files of each rank.
 
 Tensors have the same names on all ranks, and each rank stores boxes of them. The header of a file has the offsets of
-each box within its tensor, so that any number of ranks in any layout can read any slice. The format is that of
-torch.distributed.checkpoint's HuggingFaceStorageReader: a file has at most one box of a tensor. Everything is checked
+each box within its tensor, so that any number of ranks in any layout can read any slice. HuggingFaceStorageReader of
+torch.distributed.checkpoint can read the files, because each has at most one box of a tensor. Everything is checked
 before use, because files may come from others.
 """
 

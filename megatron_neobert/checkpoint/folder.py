@@ -304,7 +304,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Delete all checkpoints except the newest `keep_last` and those of iterations that `keep_every` divides."""
+    """Delete checkpoints, but keep the newest `keep_last` and all at multiples of `keep_every` iterations."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
         if (keep_every is None or iteration_of(checkpoint) % keep_every) and is_own_folder(checkpoint, MANIFEST):
             # With this name it is no checkpoint while it is being deleted.

@@ -34,7 +34,7 @@ class LocalBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A flattened range of a parameter's elements, from element `start`, whose optimizer state is on this rank."""
+    """A range of a flattened parameter, from element `start`, with its optimizer state on this rank."""
 
     entry: ShardedTensor | ShardedTensorFactory  # this rank's whole parameter
     start: int

@@ -68,7 +68,7 @@ class Command:
     settings: Settings
     dry_run: bool
     plan: PlanOptions
-    world_size: int  # the first number of --gpus, or that of the environment
+    world_size: int  # the first number of --gpus, or the environment's number of ranks
 
 
 def parse_command_line(arguments: list[str], *, world_size: int, record: Path | None = None) -> Command:

@@ -49,7 +49,7 @@ class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_length: Annotated[int, Meta(ge=SHORTEST_INPUT)] = 1024  # tokens
     instructions: Literal["query", "both", "none"] = "query"
     separator: str = " "  # between instruction and text
-    matryoshka: tuple[_Count, ...] = ()  # the loss is also that of embeddings cut to these dimensions
+    matryoshka: tuple[_Count, ...] = ()  # the loss also has terms for embeddings cut to these dimensions
     log_interval: _Count = 10  # steps
     save_interval: _Count = 250  # steps
 

@@ -1,7 +1,7 @@
 """Evaluation of one model on MTEB, from stored data. Every score is stored as soon as it is computed.
 
-OUTPUT/NAME/mteb is a cache of mteb. A result is found there by the revision of the model, in which we put a hash of
-everything that the score depends on: files of the model and of the task's data, splits, settings and mteb's version.
+OUTPUT/NAME/mteb is a cache of mteb. mteb finds a result by the revision of the model. We use a hash of everything that
+the score depends on as the revision: files of the model and of the task's data, splits, settings and mteb's version.
 OUTPUT/NAME/mteb.json and .md have the scores of the last command.
 
 The data of a task is the repository of its data set at the revision of the installed mteb, in DATA_DIR/NAME/REVISION.

@@ -61,7 +61,7 @@ class Document:
     id: str
     ids_s: Tensor  # int32
     positions: tuple[int, ...]  # increasing
-    scorable: int  # tokens that could be masked: all but those that the tokenizer added
+    scorable: int  # tokens that could be masked: all except the tokens that the tokenizer added
     truncated: bool  # True for every document of the maximum length, even if nothing was cut
 
 

@@ -117,7 +117,7 @@ def measure_batch(model: Any, options: ThroughputOptions, *, length: int, batch_
 def _run_steps(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any]:
     device, on_gpu, seconds = model.device, model.device.type == "cuda", list[float]()
     pad, generator = model.config.pad_token_id or 0, torch.Generator().manual_seed(0)
-    # Every id except that of padding, from which some models derive positions.
+    # Every id except padding's, because some models derive positions from padding.
     ids_bs = torch.randint(0, model.config.vocab_size - 1, (batch_size, length), generator=generator)
     ids_bs = (ids_bs + (ids_bs >= pad)).to(device)
     mask_bs = torch.ones_like(ids_bs)

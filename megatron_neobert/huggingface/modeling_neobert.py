@@ -2,7 +2,7 @@
 # Origin: megatron_neobert/huggingface/modeling_neobert.py of the Python package megatron-neobert.
 """NeoBERT for transformers 4.57 to 5.23, in one file that is stored with the weights.
 
-Parameter names and conventions are those of the published checkpoint. A batch is either padded (`attention_mask`) or
+Parameter names and conventions equal the published checkpoint's. A batch is either padded (`attention_mask`) or
 one packed sequence of several documents (`cu_seqlens`), which never attend to each other, whatever the attention
 implementation. The blocks compute a padded batch as a packed sequence, without its padding, where `may_unpad` is True.
 There are no buffers: rotary angles are computed in fp32 in every forward, so that casts and lazy

@@ -16,7 +16,7 @@ from megatron_neobert.text import parse_json
 
 _LOG = "metrics.jsonl"
 _LINE_START = '{"iteration"'
-_LARGEST = 2**53  # largest whole number up to which a float is exact
+_LARGEST = 2**53  # floats are exact for all whole numbers up to this one
 _LARGEST_VALUE = 1e39  # above fp32's range; matplotlib fails far above it
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120

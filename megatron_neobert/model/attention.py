@@ -184,7 +184,7 @@ class TorchAttention(MegatronModule):
         is_causal = attn_mask_type is AttnMaskType.padding_causal
         if query_tnd.is_cuda and query_tnd.dtype is torch.bfloat16:
             width = query_tnd.size(-1)
-            # Zero channels do not change the product of a query and a key. The scale remains that of the true width.
+            # Zero channels do not change the product of a query and a key. The scale is computed from the true width.
             padding = -width % HEAD_WIDTH_MULTIPLE
             heads = [pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd)]
             attend, _ = choose_packed_attention(width + padding)

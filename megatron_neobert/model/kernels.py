@@ -1,7 +1,8 @@
 """Choice of the kernels that compute the model on this machine.
 
-`detect_hardware` examines GPU and packages once; the other functions take its result and the settings. This module does
-not import Megatron, which would import a wrong package named apex before `check_hardware` can refuse it.
+`detect_hardware` examines the GPU and the packages once. Its result and the settings decide which kernels are chosen.
+This module does not import Megatron, because Megatron imports any package named apex, and `check_hardware` has to
+refuse a wrong one first.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """NeoBERT in plain PyTorch, as documentation and as the reference for tests.
 
 The Megatron model and all exports are compared with this model. Names, shapes and conventions (rotary pairs are
-adjacent channels) are those of the published checkpoint. The model has no parallelism and computes the logits of every
+adjacent channels) equal the published checkpoint's. The model has no parallelism and computes the logits of every
 token. Training does not use it.
 
 Shapes: `b` batch, `s` sequence, `t` tokens of packed documents, `h` hidden, `n` heads, `d` head width, `v` vocabulary.

@@ -316,7 +316,7 @@ def scaling_lines(
 ) -> list[str]:
     """Format a table with a line for each number of GPUs.
 
-    The step time is that of the phase with the most FLOPs. Run time and price are sums over all phases.
+    The step time is for the phase with the most FLOPs. Run time and price are sums over all phases.
     """
     main = max(range(len(forecasts)), key=lambda number: forecasts[number].flops * forecasts[number].iterations)
     price_header = "" if options.price is None else f"{'price':>10}"

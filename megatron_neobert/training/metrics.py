@@ -123,7 +123,7 @@ class Monitor:
         self.waited_seconds += time.perf_counter() - started
 
     def stop_clock(self) -> None:
-        """Stop the clock of this rank's computing time in a step, by which the slowest rank is found.
+        """Stop the clock of this rank's computing time in a step. The times of all ranks show which rank is slowest.
 
         The clock runs from the request for a batch until this rank has its gradients: loading, forward and backward.
         Waiting for other replicas is not included, because gradients are reduced afterwards. Waiting for ranks of the

@@ -44,7 +44,7 @@ class DocumentOrder:
     """
 
     documents: int
-    window_documents: int  # documents per window; the last window, and those of an incomplete group, have fewer
+    window_documents: int  # documents per window; fewer in the last window and in windows of an incomplete group
     block_size: int  # neighbouring documents that are read together; a window has at least one block
     seed: int
     component: int = 0  # index in the blend, below 2^14; each component has another order

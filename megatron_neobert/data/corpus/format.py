@@ -111,7 +111,7 @@ class Counts:
     unknown_tokens: int = 0
     utf8_bytes: int = 0  # of the texts that the filters kept
     sampled_characters: int = 0  # in a sample of the documents, see Encoder
-    unknown_characters: int = 0  # those of the sample that unknown tokens replace
+    unknown_characters: int = 0  # characters of the sample that unknown tokens replace
     rejected: dict[str, int] = field(default_factory=dict)  # records in error, by reason
     dropped: dict[str, int] = field(default_factory=dict)  # records dropped without an error, by reason
 
@@ -161,7 +161,7 @@ class BackendRecord(msgspec.Struct, frozen=True):
     """Number of documents that one tokenizer back end tokenized."""
 
     documents: Count
-    # Documents whose ids were compared with those of the reference tokenizer; 0 for the reference itself.
+    # Documents whose ids were compared with the reference tokenizer's; 0 for the reference itself.
     compared: Count
 
 

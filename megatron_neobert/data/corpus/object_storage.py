@@ -1,8 +1,8 @@
 """Reading of corpora in object storage, or behind any URL that fsspec can read, through a cache folder on a local disk.
 
-Opening a corpus copies its manifest and indexes to the cache and compares them with the checksums in the manifest. They
-are then mapped like those of a local corpus. A damaged copy is fetched again the next time. A .bin is fetched in blocks
-when batches need them. Each block is one file of the cache; above a size limit, the blocks used longest ago are
+Opening a corpus copies its manifest and indexes to the cache and compares them with the checksums in the manifest. The
+indexes are then mapped like a local corpus's. A damaged copy is fetched again the next time. A .bin is fetched in
+blocks when batches need them. Each block is one file of the cache; above a size limit, the blocks used longest ago are
 removed. All processes of a node share the cache, and a block that several of them need is fetched once. Every file of
 the cache may be deleted at any time.
 """

@@ -3,7 +3,7 @@
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 number of sequences S, uint64
 number of document boundaries S + 1; then int32 lengths[S] in tokens, int64 pointers[S] in bytes, and the numbers 0 to S
 as int64 boundaries[S + 1]. The .bin has the token ids of all documents, one document after the other.
-Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py compares files with those of that class.
+Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py compares files with that class's.
 
 Opening a shard reads file sizes and both ends of the index, so it takes no longer for 10^9 documents than for ten. The
 index entries of a document are checked when it is read; `check_index` checks all entries. Arrays are read and written

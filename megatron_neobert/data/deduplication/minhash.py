@@ -71,7 +71,7 @@ def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
 
 
 def hash_documents(ids: NDArray[np.integer], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each document's token ids. The arguments are those of `minima`."""
+    """Return a 64-bit hash of each document's token ids. `minima` has the same arguments."""
     bounds, content = [0, *(ids.itemsize * np.cumsum(lengths, dtype=np.int64)).tolist()], ids.tobytes()
     hashes = (hashlib.blake2b(content[begin:end], digest_size=8).digest() for begin, end in pairwise(bounds))
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)

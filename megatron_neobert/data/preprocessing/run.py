@@ -1,8 +1,8 @@
 """Preprocess input files to one corpus: settings, the plan of its chunks, and the run, which tokenizes and joins them.
 
 The plan is built before any text is read. The corpus, its manifest and its rejects are the same for any number of
-workers, any executor, and after any restart: their order is that of the planned chunks, which depends only on the input
-files. Finished chunks are kept in PREFIX.partial, so that a resumed run does not repeat them.
+workers, any executor, and after any restart: documents are in the order of the planned chunks, which depends only on
+the input files. Finished chunks are kept in PREFIX.partial, so that a resumed run does not repeat them.
 """
 
 import hashlib
