@@ -39,15 +39,14 @@ def write(copy_of: Callable[..., Path]) -> WriteFolder:
     return write_folder
 
 
-def split_into_shards(folder: Path, **index: str | None) -> None:
-    """Replace model.safetensors by two files and an index; `index` changes or removes (None) its entries."""
+def split_into_shards(folder: Path, **entries: str) -> None:
+    """Replace model.safetensors by two files and an index, which also has `entries`."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     weight_map = {name: SECOND_SHARD if number % 2 else FIRST_SHARD for number, name in enumerate(weights)}
     for shard in sorted(set(weight_map.values())):
         save_file({name: weights[name] for name in weights if weight_map[name] == shard}, folder / shard)
-    weight_map = {name: shard for name, shard in (weight_map | index).items() if shard is not None}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map | entries}))
 
 
 def refusal(folder: Path, error: type[Exception] = ConversionError) -> str:
@@ -136,6 +135,10 @@ def remove_shard(folder: Path) -> None:
     (folder / SECOND_SHARD).unlink()
 
 
+def add_entry(folder: Path) -> None:
+    split_into_shards(folder, extra=FIRST_SHARD)
+
+
 def add_shards(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     split_into_shards(folder)
@@ -143,22 +146,17 @@ def add_shards(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "change", "error", "message"),
+    ("change", "error", "message"),
     [
-        ("neobert", remove("config.json"), MissingInputError, "without config.json"),
-        ("neobert", remove("vocab.txt", "tokenizer.json"), MissingInputError, "has no tokenizer; add the"),
-        ("neobert", remove_shard, MissingInputError, f"{SECOND_SHARD}: no such file, but {INDEX} lists it"),
-        ("neobert", add_shards, ConversionError, f"has both model.safetensors and {INDEX}"),
-        (
-            "neobert",
-            lambda folder: split_into_shards(folder, extra=FIRST_SHARD),
-            ConversionError,
-            f"'extra' is only in {INDEX} or only in its files",
-        ),
+        (remove("config.json"), MissingInputError, "without config.json"),
+        (remove("vocab.txt", "tokenizer.json"), MissingInputError, "has no tokenizer; add the"),
+        (remove_shard, MissingInputError, f"{SECOND_SHARD}: no such file, but {INDEX} lists it"),
+        (add_shards, ConversionError, f"has both model.safetensors and {INDEX}"),
+        (add_entry, ConversionError, f"'extra' is only in {INDEX} or only in its files"),
     ],
 )
-def test_missing_or_contradictory_files_are_refused_by_name(write, layout, change, error, message):
-    folder = write(layout)
+def test_missing_or_contradictory_files_are_refused_by_name(copy_of, change, error, message):
+    folder = copy_of("neobert")
     change(folder)
     assert message in refusal(folder, error)
 

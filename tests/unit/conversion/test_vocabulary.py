@@ -1,10 +1,10 @@
 """Weights for another vocabulary: equal tokens keep their rows, and others start as the mean of the old tokens."""
 
 import pytest
-import sentencepiece
 import tokenizers
 import torch
 from safetensors.torch import load_file
+from security.small_sentencepiece import write_model
 
 from checkpoint_conversion.imports import read_folder, with_vocabulary
 from checkpoint_conversion.vocabulary import map_vocabulary
@@ -35,18 +35,14 @@ def write_byte_level(folder, words):
 
 
 def write_sentencepiece(folder):
-    """Write a BPE model with a token for each byte."""
-    lines = ["the cat sat on the mat", "cats größer 字"] * 50
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_prefix=str(folder / "small"),
-        model_type="bpe",
-        byte_fallback=True,
-        vocab_size=320,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return folder / "small.model"
+    """Write a model with a token for each byte."""
+
+    def add_bytes(model):
+        model.trainer_spec.byte_fallback = True
+        for byte in range(256):
+            model.pieces.add(piece=f"<0x{byte:02X}>", score=0.0, type=6)
+
+    return write_model(folder / "small.model", change=add_bytes)
 
 
 def test_tokens_keep_their_rows_or_start_as_the_mean_of_the_old_tokens_of_their_text(tmp_path):

@@ -91,12 +91,9 @@ def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
     for name, rate in (("plain", 1e-3), ("other", 2e-3)):
         recipes.append(tmp_path / f"{name}.yaml")
         recipes[-1].write_text(RECIPE.format(lr=rate))
-    data = {
-        "DATA": tiny_corpus.prefix,
-        "VALIDATION": f"{tiny_corpus.prefix}:min=20",
-        "TOKENIZER": tiny_corpus.tokenizer,
-    }
-    environment = os.environ | data | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "speedrun")}
+    corpus, tokenizer = tiny_corpus.prefix, tiny_corpus.tokenizer
+    variables = {"DATA": corpus, "VALIDATION": f"{corpus}:min=20", "TOKENIZER": tokenizer, "TARGET": "9", "SEEDS": "2"}
+    environment = os.environ | variables | {"FOLDER": str(tmp_path / "speedrun")}
     for _ in range(2):
         printed = succeed("bash", REPOSITORY / "examples" / "speedrun.sh", *recipes, env=environment)
     assert printed.count("already trained: iteration 4 of 4 is saved") == 4
