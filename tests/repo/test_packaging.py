@@ -1,6 +1,5 @@
 """pyproject.toml, constraints.txt, containers/ and the imports of the code are consistent."""
 
-import copy
 import importlib.metadata
 import re
 import sys
@@ -24,28 +23,19 @@ NEVER_REQUIRED = {"apex", "flash_attn"}
 # Namespace that several packages share -> the package that we use from it.
 PROVIDED_BY = {"nvidia": ["nvidia-dali-cuda130"]}
 
-
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+METADATA = PROJECT["project"]
+EXTRAS = METADATA["optional-dependencies"]
 
 
-@pytest.fixture(scope="module")
-def metadata() -> dict:
-    """Table [project] of pyproject.toml, with the extras that `dev` names in the place of their names."""
-    project = copy.deepcopy(PROJECT["project"])
-    extras = project["optional-dependencies"]
-    *dev, others = extras["dev"]
-    extras["dev"] = [*dev, *(line for extra in sorted(Requirement(others).extras) for line in extras[extra])]
-    return project
-
-
-def test_extras_of_error_messages_are_those_of_pyproject_toml(metadata: dict):
+def test_extras_of_error_messages_are_those_of_pyproject_toml():
     modules = {
         "scikit-learn": "sklearn",
         "nvidia-dali-cuda130": "nvidia.dali",
         "transformers": "transformers.exporters",  # in the extra onnx: a newer version than without it
     }
     modules_of_extras = {}
-    for extra, lines in metadata["optional-dependencies"].items():
+    for extra, lines in EXTRAS.items():
         if extra not in ("dev", "docs"):  # no command imports these
             names = dict.fromkeys(Requirement(line).name for line in lines)
             modules_of_extras[extra] = tuple(modules.get(name, name.replace("-", "_")) for name in names)
@@ -71,12 +61,13 @@ def applies(requirement: Requirement, python: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"python_version": python})
 
 
-def requirements(metadata: dict, *extras: str) -> list[Requirement]:
-    lines = [
-        *metadata["dependencies"],
-        *(line for extra in extras for line in metadata["optional-dependencies"][extra]),
-    ]
-    return [Requirement(line) for line in lines]
+def requirements(*extras: str) -> list[Requirement]:
+    """Return the requirements of the project with these extras; `dev` names other extras as those of this project."""
+    found = [Requirement(line) for line in METADATA["dependencies"]]
+    found += [Requirement(line) for extra in extras for line in EXTRAS[extra]]
+    if found[-1].name == METADATA["name"]:
+        found += requirements(*sorted(found.pop().extras))
+    return found
 
 
 def third_party_imports(path: Path) -> set[str]:
@@ -85,29 +76,29 @@ def third_party_imports(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
 
-def test_python_range_is_3_11_to_3_13(metadata):
-    supported = SpecifierSet(metadata["requires-python"])
+def test_python_range_is_3_11_to_3_13():
+    supported = SpecifierSet(METADATA["requires-python"])
     assert [python for python in ("3.10", *PYTHONS, "3.14") if supported.contains(f"{python}.1")] == list(PYTHONS)
 
 
-def test_package_called_apex_is_never_a_dependency(metadata):
-    names = {requirement.name.lower() for requirement in requirements(metadata, *metadata["optional-dependencies"])}
+def test_package_called_apex_is_never_a_dependency():
+    names = {requirement.name.lower() for requirement in requirements(*EXTRAS)}
     assert "apex" not in names | {requirement.name.lower() for requirement in constraint_lines()}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_core_and_dev_requirements_have_one_pinned_version_in_range(metadata, python):
+def test_core_and_dev_requirements_have_one_pinned_version_in_range(python):
     pinned = [line for line in constraint_lines() if applies(line, python)]
-    for requirement in requirements(metadata, "dev"):
+    for requirement in requirements("dev"):
         if applies(requirement, python):
             name = canonicalize_name(requirement.name)
             (version,) = [str(line.specifier)[2:] for line in pinned if canonicalize_name(line.name) == name]
             assert requirement.specifier.contains(version), f"{name} {version} is not {requirement.specifier}"
 
 
-def test_every_imported_package_is_declared(metadata):
+def test_every_imported_package_is_declared():
     distributions = importlib.metadata.packages_distributions()
-    declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["optional-dependencies"])}
+    declared = {canonicalize_name(line.name) for line in requirements(*EXTRAS)}
     missing = {}
     for module, path in MODULES.items():
         for name in third_party_imports(path):
