@@ -1,8 +1,5 @@
 """Rules between settings: each violation is reported with its values, and a corrected combination is accepted."""
 
-import math
-from itertools import pairwise
-
 import pytest
 from unit.config.command_line import problems_of
 
@@ -10,60 +7,56 @@ from megatron_neobert.config.rules import LARGEST_DOCUMENT_BLOCK, find_problems
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.windows import WINDOW_DOCUMENTS
 
-SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-
-
-def problems_on_one_replica(flags: str) -> list[str]:
-    words = flags.split()
-    ranks = math.prod(int(size) for flag, size in pairwise(words) if flag in SIZES)
-    return problems_of(*words, ranks=ranks)
-
-
-# Flags, a part of the message, and corrected flags.
-REFUSED = [
+# Ranks, flags, a part of the message, and flags that correct the others.
+CORRECTED = [
     (
-        "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1000",
+        1,
+        "--fp8-format hybrid --micro-batch-size 1 --seq-length 1000",
         "--fp8-recipe tensorwise needs matrix dimensions that are multiples of 16 per rank; --micro-batch-size x "
         "--seq-length 1000 is not. Use 1008.",
-        "--bf16 --fp8-format hybrid --micro-batch-size 2 --seq-length 1000",
+        "--micro-batch-size 2",
     ),
     (
-        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1152 "
+        4,
+        "--fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1152 "
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
         "multiples of 128 per rank; --micro-batch-size x --seq-length 1152 / 4 tensor- and context-parallel "
         "ranks = 288 is not. Use 1536 or --fp8-recipe tensorwise.",
-        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1536 "
-        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        "--seq-length 1536",
     ),
     (
-        "--bf16 --fp8-format hybrid --hidden-size 1008 --tensor-model-parallel-size 2",
+        2,
+        "--fp8-format hybrid --hidden-size 1008 --tensor-model-parallel-size 2",
         "--hidden-size 1008 / 2 tensor- and context-parallel ranks = 504 is not. Use 1024.",
-        "--bf16 --fp8-format hybrid --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 2752 "
-        "--tensor-model-parallel-size 2",
+        "--hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 2752",
     ),
     (
-        "--bf16 --attention-backend fused --transformer-impl local",
+        1,
+        "--attention-backend fused --transformer-impl local",
         "--attention-backend fused chooses a kernel of Transformer Engine, and --transformer-impl is local",
-        "--bf16 --attention-backend fused --transformer-impl auto",
+        "--transformer-impl auto",
     ),
     (
-        "--bf16 --attention-backend fused --hidden-size 1008",
+        1,
+        "--attention-backend fused --hidden-size 1008",
         "--hidden-size / --num-attention-heads = 84; use --attention-backend auto.",
-        "--bf16 --hidden-size 1008",
+        "--attention-backend auto",
     ),
     (
-        "--bf16 --fp8-format e4m3 --transformer-impl local",
+        1,
+        "--fp8-format e4m3 --transformer-impl local",
         "--fp8-format e4m3 needs Transformer Engine, and --transformer-impl is local",
-        "--bf16 --fp8-format e4m3 --transformer-impl transformer_engine",
+        "--transformer-impl transformer_engine",
     ),
 ]
 
 
-@pytest.mark.parametrize(("flags", "sentence", "corrected"), REFUSED)
-def test_combination_is_refused_with_its_values_and_the_corrected_one_is_not(flags, sentence, corrected):
-    problems = problems_on_one_replica(flags)
+@pytest.mark.parametrize(("ranks", "flags", "sentence", "correction"), CORRECTED)
+def test_combination_is_refused_with_its_values_and_the_corrected_one_is_not(ranks, flags, sentence, correction):
+    words = ["--bf16", *flags.split()]
+    problems = problems_of(*words, ranks=ranks)
     assert sum(sentence in problem for problem in problems) == 1, problems
-    assert problems_on_one_replica(corrected) == []
+    assert problems_of(*words, *correction.split(), ranks=ranks) == []
 
 
 def test_defaults_need_only_data_and_a_tokenizer():
