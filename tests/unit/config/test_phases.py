@@ -1,11 +1,12 @@
 """--phases: the settings of each iteration, and the phases that are refused."""
 
+from operator import attrgetter
+
 import pytest
 from unit.config.command_line import parse, problems_of
 
 from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.phases import phase_at, resolve_phases
-from megatron_neobert.config.schema import Settings
 
 YAML = """
 training:
@@ -20,16 +21,9 @@ training:
 """
 
 
-def values_at(settings: Settings, iteration: int) -> tuple[object, ...]:
-    now = phase_at(settings, iteration).settings
-    assert now.training.phases == ()
-    return (
-        now.data.mask_prob,
-        now.data.seq_length,
-        now.training.global_batch_size,
-        now.data.data_path,
-        now.training.seed,
-    )
+changing_values = attrgetter(
+    "data.mask_prob", "data.seq_length", "training.global_batch_size", "data.data_path", "training.seed"
+)
 
 
 def test_iteration_has_the_settings_of_the_last_phase_that_has_begun_and_new_data_raise_the_seed(tmp_path):
@@ -46,7 +40,8 @@ def test_iteration_has_the_settings_of_the_last_phase_that_has_begun_and_new_dat
         301: (0.05, 4096, 64, ("other",), 9),
         10**6: (0.05, 4096, 64, ("other",), 9),
     }
-    assert {iteration: values_at(settings, iteration) for iteration in expected} == expected
+    assert {iteration: changing_values(phase_at(settings, iteration).settings) for iteration in expected} == expected
+    assert not any(phase.settings.training.phases for phase in resolve_phases(settings))
 
 
 def test_phases_are_equal_from_a_file_a_flag_and_a_saved_record(tmp_path):

@@ -26,9 +26,9 @@ A100 = replace(H100, gpu="NVIDIA A100", capability=(8, 0))
 V100 = replace(BARE_H100, gpu="NVIDIA V100", capability=(7, 0))
 
 
-def settings(*, bf16: bool = True, hidden_size: int = 768, **compute: Any) -> Settings:
+def settings(*, bf16: bool = True, hidden_size: int = 768, stages: int = 1, **compute: Any) -> Settings:
     built = Settings().with_section("training", bf16=bf16).with_section("model", hidden_size=hidden_size)
-    return built.with_section("compute", **compute)
+    return built.with_section("parallel", pipeline_model_parallel_size=stages).with_section("compute", **compute)
 
 
 def refusal(settings: Settings, hardware: Hardware) -> str:
@@ -81,21 +81,18 @@ def test_flash_attn_is_refused_without_the_package_and_a_cuda_graph_without_a_gp
 
 
 @pytest.mark.parametrize(
-    ("hardware", "changes", "launch"),
+    ("changes", "launch"),
     [
-        (H100, {}, "one CUDA graph per step"),
-        (H100, {"fp8_format": "hybrid"}, "one CUDA graph per step"),
-        (H100, {"bf16": False}, "no CUDA graph (in float32 the host waits for the lengths of the documents)"),
-        (H100, {"stages": 2}, "no CUDA graph (a graph holds no exchange between stages)"),
-        (H100, {"cuda_graph_impl": "none"}, "no CUDA graph (--cuda-graph-impl none)"),
+        ({}, "one CUDA graph per step"),
+        ({"fp8_format": "hybrid"}, "one CUDA graph per step"),
+        ({"bf16": False}, "no CUDA graph (in float32 the host waits for the lengths of the documents)"),
+        ({"stages": 2}, "no CUDA graph (a graph holds no exchange between stages)"),
+        ({"cuda_graph_impl": "none"}, "no CUDA graph (--cuda-graph-impl none)"),
     ],
 )
-def test_a_step_is_one_cuda_graph_where_that_can_run_and_the_log_says_why_not(hardware, changes, launch):
-    compute = {name: value for name, value in changes.items() if name != "stages"}
-    stages = {"pipeline_model_parallel_size": changes.get("stages", 1)}
-    chosen = settings(**compute).with_section("parallel", **stages)
-    assert choose_kernels(chosen, hardware).summary.endswith(f"; {launch}")
-    assert "graph" not in choose_kernels(settings(), CPU).summary
+def test_a_step_is_one_cuda_graph_where_that_can_run_and_the_log_says_why_not(changes, launch):
+    assert choose_kernels(settings(**changes), H100).summary.endswith(f"; {launch}")
+    assert "graph" not in choose_kernels(settings(**changes), CPU).summary
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")

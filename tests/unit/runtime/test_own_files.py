@@ -71,7 +71,7 @@ def build(folder: Path) -> None:
 
 
 # (derived name, the command, or the function by which several commands write)
-FOLDERS = [
+PATHS = [
     ("out/run_content_document.partial", preprocess),
     ("A_documents.partial", adopt_corpus),
     ("list.partial", find),
@@ -82,8 +82,6 @@ FOLDERS = [
     ("run", lambda folder: fine_tune(SimpleNamespace(folder=folder / "run"))),
     ("cache", read_remote),
     ("output", build),
-]
-FILES = [
     ("out/run_content_document.partial/lock", preprocess),
     ("out/run_content_document.bin", preprocess),
     ("A_documents.idx", adopt_corpus),
@@ -95,7 +93,6 @@ FILES = [
     ("ledger.jsonl", evaluate),
     ("cache/locks/{}", read_remote),
 ]
-IN_THE_WAY = ["link to a folder", "folder", "file", "link to a file", "pipe"]
 
 
 def put_in_the_way(path: Path, kind: str, thesis: Path) -> None:
@@ -115,8 +112,8 @@ def put_in_the_way(path: Path, kind: str, thesis: Path) -> None:
             os.mkfifo(path)
 
 
-@pytest.mark.parametrize("kind", IN_THE_WAY)
-@pytest.mark.parametrize(("name", "command"), FOLDERS + FILES, ids=[name for name, _ in FOLDERS + FILES])
+@pytest.mark.parametrize("kind", ["link to a folder", "folder", "file", "link to a file", "pipe"])
+@pytest.mark.parametrize(("name", "command"), PATHS, ids=[name for name, _ in PATHS])
 def test_what_is_not_ours_ends_a_command_with_73_and_its_path_and_does_not_change(tmp_path, name, command, kind):
     (tmp_path / "home").mkdir()
     thesis, work = tmp_path / "home" / "thesis.tex", tmp_path / "work"
