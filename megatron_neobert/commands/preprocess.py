@@ -1,4 +1,4 @@
-"""The command `neobert preprocess`: tokenizes raw input files into a corpus that this project and Megatron-LM read.
+"""The command `neobert preprocess`: tokenize raw input files into a corpus that this project and Megatron-LM read.
 
     neobert preprocess --input 'texts/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 

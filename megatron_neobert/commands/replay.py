@@ -1,4 +1,4 @@
-"""The command `neobert replay`: computes the losses and the gradient of one global batch of a run again.
+"""The command `neobert replay`: compute the losses and the gradient of one global batch of a run again.
 
     neobert replay --load SAVE --iteration 812
     neobert replay --load SAVE --iteration 812 --checkpoint-iteration 812

@@ -1,4 +1,4 @@
-"""Remedy in the message about a folder of the wrong kind, which is read from the names of its files."""
+"""Remedies for messages about a folder of the wrong kind. The names of its files show the kind."""
 
 from pathlib import Path
 

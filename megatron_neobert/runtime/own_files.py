@@ -122,7 +122,7 @@ def open_own(path: Path) -> IO[bytes]:
             return stream
         stream.close()
     except OSError:
-        # The error of open depends on what the path is.
+        # open raises different errors for links, folders and other kinds of files.
         if not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode):
             raise
     raise OutputError(f"{path} is a link, a pipe, a folder or a device, and not a file of this project; move it away")

@@ -1,4 +1,4 @@
-"""Turns tokenized chunks into a corpus. A killed call leaves the old corpus, or none, and can be repeated.
+"""Turn tokenized chunks into a corpus. A killed call leaves the old corpus, or none, and can be repeated.
 
 A corpus is its chunks in order, and a corpus shard consists of whole chunks. Each corpus shard is a job. All files are
 built in PREFIX.partial. They get their final names when all of them are on disk, the manifest last. Disk: chunks and

@@ -1,4 +1,4 @@
-"""Choose the pairs of documents of one band that are compared, out of all pairs with an equal key.
+"""Choose which pairs of documents are compared, among the pairs with an equal key in one band.
 
 n documents with one key have n^2 / 2 pairs, so each document is compared with the first and with the previous document
 that have its key. That is enough for copies of one text. In a family of documents of one template, which share most of
