@@ -1,19 +1,16 @@
 """A plan without --data-path, for documents like RefinedWeb's and 30,522 ids."""
 
-import re
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 from processes import run_command
 
-from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.data_path import Component
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.planning.assumed_data import AssumedCorpus, open_or_assume_phases
-from megatron_neobert.planning.plan import print_plan
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "8"}  # and neither NODE_RANK nor MASTER_ADDR
 COMMAND = "megatron_neobert.__main__"
@@ -57,18 +54,6 @@ def test_assumed_documents_have_the_lengths_of_refinedweb():
     above = 1 - NormalDist(np.log(368), np.sqrt(2 * np.log(640 / 368))).cdf(np.log(1024))
     assert (lengths >= 1024).mean() == pytest.approx(above, rel=0.02)  # measured: 0.07 %
     assert AssumedCorpus(Component("", minimum=1024)).documents == pytest.approx(above * 968e6, rel=0.02)
-
-
-def test_never_read_tokens_of_a_plan_follow_from_its_mean_lengths_before_and_after_the_cut(capsys):
-    """A sampled document has 634 tokens on average, an assumed one 640; packing adds [CLS] and [SEP]."""
-    settings = Settings()
-    print_plan(settings, open_or_assume_phases(settings), PlanOptions(), world_size=1)
-    plan = " ".join(capsys.readouterr().out.split())
-    after = re.search(r"documents or pieces of ([\d,]+) tokens with \[CLS\] and \[SEP\]", plan)[1]
-    lost, before = re.search(
-        r"([\d.]+) % of the tokens are never read, .* sampled document has ([\d,]+) on average", plan
-    ).groups()
-    assert 100 * (1 - (int(after) - 2) / int(before)) == pytest.approx(float(lost), abs=0.15)  # of rounded lengths: 0.1
 
 
 def test_weights_and_lengths_of_the_corpora_of_a_phase_are_those_of_its_data_path():
