@@ -31,12 +31,6 @@ BFLOAT16_LOGITS = Tolerance(2.1e-2, "the same in bfloat16 against the reference 
 # A wrong rotary convention gives 2.7e-3 and 0.72.
 STEP_LOSS = Tolerance(9.6e-8, "loss of a step of 1,024 tokens, Megatron model vs reference, 4 x 64", 8)
 STEP_GRADIENT = Tolerance(3.6e-7, "1 - cosine of the gradient that differs most, the same", 8)
-PADDED_LOGITS = Tolerance(
-    3.6e-7, "reference, a padded batch vs each document alone, 3 layers x 32, logits up to 5.2", 8
-)
-PACKED_LOGITS = Tolerance(
-    4.6e-7, "reference, packed documents vs each document alone, 3 layers x 32, logits up to 5.2", 8
-)
 
 # Largest difference in tests/distributed, over up to 20 iterations of models with 2 and 4 layers x 64. Another seed
 # gives 5.3e-3.
