@@ -4,50 +4,78 @@ Real starts of the training command take minutes. tests/distributed/test_interru
 damaged, with forked ranks.
 """
 
-import os
 import random
 import signal
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from distributed.ranks import read_metrics
+from ranks import read_metrics
 from reliability.states import assert_same_state, names_in
-from reliability.training_process import Training
+from tests_tiny import tiny_settings
+from training_command import BASH, environment, flags_of, start
 
 ITERATIONS = 300
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64 "
-    f"--micro-batch-size 2 --global-batch-size 4 --train-iters {ITERATIONS} --lr-warmup-iters 1 --lr 2e-3 "
-    "--min-lr 2e-4 --eval-iters 200 --eval-interval 200 --log-interval 1 --num-workers 0"
-).split()
-SYNC, ASYNC = ("--save-interval", 5), ("--save-interval", 5, "--async-save")
 
 
-def start_training(corpus: Any, save: Path, *options: object) -> Training:
-    """Start the training command, which resumes. The end of the context kills its processes."""
-    data = ["--data-path", corpus.prefix, "--tokenizer-model", corpus.tokenizer]
-    return Training([*data, *FLAGS, "--save", str(save), "--load", str(save), *map(str, options)])
+def start_training(corpus: Any, save: Path, *, is_async: bool = False) -> subprocess.Popen[str]:
+    """Start the training command on two ranks, which resumes and often saves."""
+    settings = tiny_settings(
+        corpus,
+        save=save,
+        model={"hidden_size": 32},
+        training={"train_iters": ITERATIONS, "global_batch_size": 4, "eval_iters": 200, "eval_interval": 200},
+        checkpoint={"load": str(save), "save_interval": 5, "async_save": is_async},
+    )
+    return start([*BASH, *flags_of(settings)], environment(2))
 
 
-def wait_for_a_random_moment(training: Training, rng: random.Random) -> None:
+def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    process = psutil.Process(launcher.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def kill_all(launcher: subprocess.Popen[str]) -> None:
+    """Kill all processes, as a power failure does, and wait until they have ended."""
+    for process in processes_of(launcher):
+        process.kill()
+    launcher.stdout.read()
+
+
+def read_until(launcher: subprocess.Popen[str], text: str) -> str:
+    """Return the next line of the output that contains `text`."""
+    lines = []
+    for line in launcher.stdout:
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"no {text!r} in:\n{''.join(lines)}")
+
+
+def wait_for_a_random_moment(launcher: subprocess.Popen[str], rng: random.Random) -> None:
     """Wait for 5 to 25 iterations of this start, and then for a random part of an iteration or a save."""
-    first = int(training.wait_for("iteration ").split()[1].split("/")[0])
-    training.wait_for(f"iteration {first + rng.randint(5, 25)}/")
+    first = int(read_until(launcher, "iteration ").split()[1].split("/")[0])
+    read_until(launcher, f"iteration {first + rng.randint(5, 25)}/")
     time.sleep(rng.uniform(0, 0.1))
 
 
-def stop_in_a_save(training: Training, save: Path) -> None:
+def stop_in_a_save(launcher: subprocess.Popen[str], save: Path) -> None:
     """Stop all processes while a checkpoint is half written, after this start has saved another one."""
-    training.wait_for("saved ")
+    read_until(launcher, "saved ")
     while True:
-        training.wait_until(lambda: is_half_written(save))
-        training.send_to_all(signal.SIGSTOP)
+        while not is_half_written(save):
+            assert launcher.poll() is None, launcher.stdout.read()
+            time.sleep(0.01)
+        for process in processes_of(launcher):
+            process.suspend()
         if is_half_written(save):
             return
-        training.send_to_all(signal.SIGCONT)  # the save was completed; try with the next one
+        for process in processes_of(launcher):  # the save was completed; try with the next one
+            process.resume()
 
 
 def is_half_written(save: Path) -> bool:
@@ -56,40 +84,40 @@ def is_half_written(save: Path) -> bool:
 
 @pytest.mark.slow
 def test_run_killed_five_times_equals_the_undisturbed_run_bit_for_bit(tiny_corpus, tmp_path):
-    rng, start = random.Random(5), partial(start_training, tiny_corpus)
+    rng, train = random.Random(5), partial(start_training, tiny_corpus)
     save, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    with start(undisturbed) as training:
-        assert training.finish() == 0, training.output
+    with train(undisturbed) as launcher:
+        output = launcher.stdout.read()
+    assert launcher.returncode == 0, output
 
-    with start(save, *ASYNC) as training:  # all processes, as in a power failure
-        wait_for_a_random_moment(training, rng)
-        training.kill()
-        assert training.finish() == -signal.SIGKILL, training.output
-    for options in (ASYNC, SYNC):  # all processes during a save
-        with start(save, *options) as training:
-            stop_in_a_save(training, save)
-            training.kill()
+    with train(save, is_async=True) as launcher:
+        wait_for_a_random_moment(launcher, rng)
+        kill_all(launcher)
+    for is_async in (True, False):
+        with train(save, is_async=is_async) as launcher:
+            stop_in_a_save(launcher, save)
+            kill_all(launcher)
         assert is_half_written(save)
 
-    with start(save, *SYNC) as training:  # one rank
-        training.wait_for("training ")
-        rank_1 = training.rank(1)
-        wait_for_a_random_moment(training, rng)
-        os.kill(rank_1, signal.SIGKILL)
-        assert training.finish() == 128 + signal.SIGKILL, training.output
-    (error,) = [line for line in training.lines if line.startswith("error")]
+    with train(save) as launcher:
+        wait_for_a_random_moment(launcher, rng)
+        (rank_1,) = (rank for rank in psutil.Process(launcher.pid).children() if rank.environ()["RANK"] == "1")
+        rank_1.kill()
+        output = launcher.stdout.read()
+    assert launcher.returncode == 128 + signal.SIGKILL, output
+    (error,) = [line for line in output.splitlines() if line.startswith("error")]
     assert "error on rank 1 (" in error and ": was ended by signal 9 (Killed). The last checkpoint" in error
-    assert "Traceback" not in training.output
+    assert "Traceback" not in output
 
-    with start(save, *ASYNC) as training:  # the launcher, whose ranks must end by themselves
-        wait_for_a_random_moment(training, rng)
-        os.kill(training.process.pid, signal.SIGKILL)
-        training.finish()
-    assert training.processes() == []
+    with train(save, is_async=True) as launcher:
+        wait_for_a_random_moment(launcher, rng)
+        launcher.kill()
+        launcher.stdout.read()  # until the ranks have ended by themselves
     assert max(read_metrics(save)) < ITERATIONS
 
-    with start(save) as training:
-        assert training.finish() == 0, training.output
+    with train(save) as launcher:
+        output = launcher.stdout.read()
+    assert launcher.returncode == 0, output
     assert_same_state(save / f"iter_{ITERATIONS:07d}", undisturbed / f"iter_{ITERATIONS:07d}")
     assert read_metrics(save) == read_metrics(undisturbed)
     assert [name for name in names_in(save) if name.startswith(".")] == []
