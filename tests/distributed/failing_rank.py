@@ -7,8 +7,8 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import time
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,32 +93,27 @@ def main() -> int:
     return pretrain.main()
 
 
-class ForkedRank:
-    """A fork of the launcher that runs `main` as a rank. Its methods are those of Popen that the launcher uses."""
+class ForkedRank(get_context("fork").Process):
+    """A fork of the launcher that runs `main` as a rank, with the methods of Popen that the launcher uses."""
 
     def __init__(self, command: list[str], *, env: dict[str, str]) -> None:
-        self.returncode: int | None = None
-        self._lock = threading.Lock()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.environ.clear()
-            os.environ.update(env)
-            processes._run_main(__name__, command[3:])
+        super().__init__(target=run_rank, args=(command[3:], env))
+        self.start()
 
     def poll(self) -> int | None:
-        with self._lock:
-            if self.returncode is None:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-            return self.returncode
+        return self.exitcode
 
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.05)
-        return code
+    def wait(self) -> int | None:
+        self.join()
+        return self.exitcode
 
-    def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+    returncode = property(poll)
+
+
+def run_rank(words: list[str], variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    processes._run_main(__name__, words)
 
 
 def launch_forked() -> int:
