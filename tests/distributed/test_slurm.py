@@ -1,12 +1,13 @@
 """The Slurm template, with stand-ins for srun and scontrol: the nodes of the step are processes on this machine."""
 
+import itertools
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,21 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path / "bin"
 
 
-def submit(cluster: Path, settings: Settings, *, nodes: int) -> subprocess.Popen[str]:
-    job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_NUM_NODES": nodes}
-    job |= {"SLURM_SUBMIT_DIR": REPOSITORY, "SLURM_CPUS_PER_TASK": 1, "PATH": f"{cluster}:{os.environ['PATH']}"}
-    return start(["bash", TEMPLATE, *flags_of(settings)], environment(1, **job))
+def submit(cluster: Path, *flags: str, **variables: object) -> subprocess.Popen[str]:
+    """Start the template as a job of two nodes."""
+    job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_NUM_NODES": 2, "SLURM_CPUS_PER_TASK": 1}
+    job |= {"SLURM_SUBMIT_DIR": REPOSITORY, "PATH": f"{cluster}:{os.environ['PATH']}"}
+    return start(["bash", TEMPLATE, *flags], environment(1, **job, **variables))
+
+
+def run_and_stop(cluster: Path, settings: Settings, stop: Callable[[subprocess.Popen[str]], None]) -> str:
+    """Run a job, which ends with 75, call `stop` in its first iteration, and return its output."""
+    with submit(cluster, *flags_of(settings)) as job:
+        lines = list(itertools.takewhile(lambda line: not line.startswith("iteration "), job.stdout))
+        stop(job)
+        lines += job.stdout
+    assert job.returncode == 75, "".join(lines)
+    return "".join(lines)
 
 
 def test_template_explains_itself_and_is_refused_outside_of_a_job(tmp_path):
@@ -80,29 +92,17 @@ def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_c
     settings = tiny_settings(tiny_corpus, save=tmp_path / "run")
     settings = settings.with_section("checkpoint", load=settings.checkpoint.save)
     settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
-    with submit(cluster, settings, nodes=2) as job:
-        said = []
-        for line in job.stdout:
-            said.append(line)
-            if line.startswith("iteration 1/"):
-                job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == 75, "".join(said)
-    assert any("on 2 CPU ranks" in line for line in said)
-    options = {line.split()[1] for line in said if line.startswith("srun ")}
-    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=720", "--cpus-per-task=1"} == options
+    output = run_and_stop(cluster, settings, lambda job: job.send_signal(signal.SIGUSR1))
+    assert "on 2 CPU ranks" in output
+    options = set(re.findall("^srun (.*)", output, flags=re.MULTILINE))
+    assert options == {"--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=720", "--cpus-per-task=1"}
     assert (cluster / "requeued").read_text() == "requeue 7\n"
     stopped_at = max(read_metrics(settings.checkpoint.save))
     assert stopped_at < TRAIN_ITERS
 
     (cluster / "requeued").unlink()
-    with submit(cluster, settings, nodes=2) as job:
-        said = []
-        for line in job.stdout:
-            said.append(line)
-            if line.startswith("iteration "):
-                (tmp_path / "run" / "STOP").touch()
-        assert job.wait(60) == 75, "".join(said)
-    assert any(f"iter_{stopped_at:07d} on 2 CPU ranks" in line for line in said)
+    output = run_and_stop(cluster, settings, lambda _: (tmp_path / "run" / "STOP").touch())
+    assert f"iter_{stopped_at:07d} on 2 CPU ranks" in output
     assert not (cluster / "requeued").exists()
 
 
@@ -121,14 +121,12 @@ def end_with(cluster, tmp_path):
     (cluster / "srun").write_text(ENDED_STEP)
 
     def submit_and_end(code: int, *, checkpoint: str = "", flags: Sequence[str] = ("--save", str(save))):
-        variables = {"EXIT_CODE": str(code), "CHECKPOINT": checkpoint, "SAVE": str(save), "SLURM_JOB_ID": "7"}
-        variables |= {"SLURM_JOB_NODELIST": "node-[1-2]", "PATH": f"{cluster}:{os.environ['PATH']}"}
-        command = ["bash", TEMPLATE, *flags]
-        job = subprocess.run(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
-        assert job.returncode == code, job.stderr
+        with submit(cluster, *flags, EXIT_CODE=code, CHECKPOINT=checkpoint, SAVE=save) as job:
+            log = job.stdout.read()
+        assert job.returncode == code, log
         was_requeued = (cluster / "requeued").exists()
         (cluster / "requeued").unlink(missing_ok=True)
-        return was_requeued, job.stderr
+        return was_requeued, log
 
     return submit_and_end
 
