@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import pytest
 from torch import multiprocessing
 from torch.distributed import TCPStore
 
@@ -97,18 +98,13 @@ def clean_environment() -> dict[str, str]:
 def use_server(preload: str = "preloaded") -> None:
     """Starts it where that is needed; multiprocessing knows one, by these two names."""
     # Tests start commands in several threads, and each would restore the PYTHONPATH that another has set.
-    with _STARTING:
+    with _STARTING, pytest.MonkeyPatch.context() as patch:
         server = _SERVERS.setdefault(preload, forkserver.ForkServer())
         forkserver.ensure_running = server.ensure_running
         forkserver.connect_to_new_process = server.connect_to_new_process
-        path = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         server.set_forkserver_preload([preload])
         server.ensure_running()
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
 
 
 class _Call:

@@ -4,10 +4,10 @@ A CPU has no CUDA graph. The emulated graph repeats the captured step with its c
 of Megatron's DDP as it was, because a replay runs no Python.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from megatron.core.distributed import param_and_grad_buffer
 from ranks import read_metrics, train_on_ranks
 
 from megatron_neobert.data.batches.batch import RankBatches
-from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 from megatron_neobert.training import cuda_graph, loop, setup
 from megatron_neobert.training.step import run_schedule
@@ -47,31 +46,26 @@ class EmulatedGraph:
         self.is_computed = False
 
 
-def use_emulated_graph(folder: Path, *, marks_weights: bool = True) -> None:
+def use_emulated_graph(*, marks_weights: bool = True) -> None:
     """Give the run of this process an emulated graph. With `marks_weights` False, flags of DDP stay.
 
-    Rank 0 appends the number of all-gathers of each captured step and each validation to files in `folder`.
+    The process prints the number of all-gathers of each captured step and each validation.
     """
-
-    def note(name: str, gathers: int) -> None:
-        if is_rank_zero():
-            with (folder / name).open("a") as file:
-                file.write(f"{gathers}\n")
-
-    def capture(schedule: cuda_graph.GraphedSchedule, run: Run, inputs: RankBatches) -> EmulatedGraph:
-        graph = EmulatedGraph(schedule, run, inputs)
-        note("captured", graph.gathers)
-        return graph
 
     def with_graph(*arguments: Any, **options: Any) -> Run:
         run = build_run(*arguments, **options)
         run.graph = cuda_graph.GraphedSchedule()
         return run
 
+    def capture(schedule: cuda_graph.GraphedSchedule, run: Run, inputs: RankBatches) -> EmulatedGraph:
+        graph = EmulatedGraph(schedule, run, inputs)
+        print(f"captured: {graph.gathers} gathers")
+        return graph
+
     def counted_validation(run: Run, batches: RankBatches) -> Any:
         before = GATHERS.total()
         result = validate(run, batches)
-        note("validated", GATHERS.total() - before)
+        print(f"validated: {GATHERS.total() - before} gathers")
         return result
 
     def counted_gather(*arguments: Any, **options: Any) -> Any:
@@ -93,33 +87,31 @@ def use_padding_to_capacity() -> None:
     setup.build_stream = lambda settings, inputs, **_: build(settings, inputs, pads_to_capacity=True)
 
 
-def counts(folder: Path, name: str) -> list[int]:
-    return [int(line) for line in (folder / name).read_text().splitlines()]
-
-
 @pytest.fixture
-def run(settings: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that trains on two ranks and returns the folder of checkpoints, metrics and counts."""
+def run(settings: Callable[..., Any]) -> Callable[..., str]:
+    """Return a function that trains on two ranks and returns the folder with the metrics."""
 
-    def train(name: str, eval_interval: int, prepare: Callable[[Path], None]) -> Path:
-        folder = tmp_path / name
+    def train(name: str, eval_interval: int, prepare: Callable[[], None]) -> str:
         training = {"train_iters": ITERATIONS, "eval_interval": eval_interval}
         built = settings(name, training=training, parallel=OVERLAP)
-        train_on_ranks(built, world_size=2, prepare=lambda: prepare(folder))
-        return folder
+        train_on_ranks(built, world_size=2, prepare=prepare)
+        return built.checkpoint.save
 
     return train
 
 
 # Each iteration: a validation is between the first step and the captured one. Each fourth: after replays only.
 @pytest.mark.parametrize("eval_interval", [1, 4])
-def test_captured_step_and_validations_gather_all_weights_and_give_the_losses_without_a_graph(run, eval_interval):
-    expected = run("eager", eval_interval, lambda _: use_padding_to_capacity())
+def test_captured_step_and_validations_gather_all_weights_and_give_the_losses_without_a_graph(
+    run, eval_interval, capfd
+):
+    expected = run("eager", eval_interval, use_padding_to_capacity)
     graphed = run("graph", eval_interval, use_emulated_graph)
     for metric in ("loss", "grad_norm", "validation_loss"):
         assert read_metrics(graphed, metric) == read_metrics(expected, metric)
-    groups = set(counts(graphed, "captured") + counts(graphed, "validated"))
-    assert len(groups) == 1 and groups.pop() > 1
+    kinds, gathers = zip(*re.findall(r"(captured|validated): (\d+) gathers", capfd.readouterr().out), strict=True)
+    assert set(kinds) == {"captured", "validated"}
+    assert len(set(gathers)) == 1 and int(gathers[0]) > 1
     control = run("control", eval_interval, partial(use_emulated_graph, marks_weights=False))
-    assert 0 in counts(control, "validated")
+    assert "validated: 0 gathers" in capfd.readouterr().out
     assert read_metrics(control, "validation_loss") != read_metrics(expected, "validation_loss")

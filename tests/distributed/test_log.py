@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -51,26 +51,20 @@ def before_each_step(act) -> None:
     loop.train_step = train_step
 
 
-class Plain(NamedTuple):
-    """A run of one rank, and for each batch its tokens, predicted tokens, and pairs that attend to each other."""
-
-    save: Path
-    batches: list[dict[str, int]]
-
-
 @pytest.fixture(scope="module")
-def plain(build, tmp_path_factory) -> Plain:
-    notes = tmp_path_factory.mktemp("notes") / "notes.jsonl"
+def plain(build) -> Path:
+    """Save folder of a run of one rank. batches.jsonl counts tokens, predicted tokens and attended pairs."""
+    run = build()
+    save = Path(run.checkpoint.save)
 
     def note(run, batches):
         pairs = sum(int((batch.cu_seqlens_n.diff() ** 2).sum()) for batch in batches.micro_batches)
         predicted = sum(int((batch.labels_m >= 0).sum()) for batch in batches.micro_batches)
-        with notes.open("a") as stream:
+        with (save / "batches.jsonl").open("a") as stream:
             stream.write(json.dumps({"tokens": batches.real_tokens, "pairs": pairs, "predicted": predicted}) + "\n")
 
-    run = build()
     train_on_ranks(run, prepare=lambda: before_each_step(note))
-    return Plain(Path(run.checkpoint.save), [json.loads(line) for line in notes.open()])
+    return save
 
 
 @pytest.mark.parametrize("layout", quick_only(LAYOUTS, "two tensor-parallel ranks"))
@@ -80,7 +74,8 @@ def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_document
     rates = read_metrics(run.checkpoint.save, "tokens_per_second_per_rank")
     operations = read_metrics(run.checkpoint.save, "tflops_per_rank")
     vocab_size = load_tokenizer(Path(run.data.tokenizer_model)).vocab_size
-    for iteration, batch in enumerate(plain.batches, start=1):
+    batches = [json.loads(line) for line in (plain / "batches.jsonl").open()]
+    for iteration, batch in enumerate(batches, start=1):
         document_tokens, predicted_share = (batch[name] / batch["tokens"] for name in ("pairs", "predicted"))
         planned = training_flops_per_token(
             run, vocab_size=vocab_size, document_tokens=document_tokens, predicted_share=predicted_share
@@ -88,7 +83,7 @@ def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_document
         assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(planned)
     efficiencies = read_metrics(run.checkpoint.save, "fill")
     capacity = GLOBAL_BATCH_SIZE * SEQ_LENGTH
-    assert list(efficiencies.values()) == [batch["tokens"] / capacity for batch in plain.batches]
+    assert list(efficiencies.values()) == [batch["tokens"] / capacity for batch in batches]
 
 
 def test_validation_curve_of_a_corpus_does_not_depend_on_other_corpora(build, tiny_corpus):
@@ -115,7 +110,7 @@ def test_profile_is_a_trace_of_its_iterations_and_does_not_change_losses(build, 
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("ProfilerStep#") for name in names) == 2
     assert "aten::mm" in names
-    assert read_metrics(run.checkpoint.save) == read_metrics(plain.save)
+    assert read_metrics(run.checkpoint.save) == read_metrics(plain)
 
 
 @pytest.mark.parametrize(("slow", "ranks_per_machine"), [(1, 1), (2, 1), (2, 3)])
