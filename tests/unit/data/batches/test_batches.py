@@ -2,7 +2,6 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from itertools import islice, pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,21 +29,13 @@ from megatron_neobert.errors import CheckpointError
 pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
 
-class Document(NamedTuple):
-    """A segment of a batch, without its [CLS] and [SEP]."""
-
-    ids: tuple[int, ...]
-    input_ids: tuple[int, ...]
-    masked: tuple[bool, ...]
-
-
-def documents_of(batch: MicroBatch) -> list[Document]:
-    ids, input_ids = original_ids(batch), batch.tokens_t.tolist()
-    masked = torch.zeros_like(batch.tokens_t).index_fill_(0, batch.masked_positions_m, 1).bool().tolist()
+def documents_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the original ids, the masked ids and the masks of each segment, without its [CLS] and [SEP]."""
+    masked = torch.zeros_like(batch.tokens_t).index_fill_(0, batch.masked_positions_m, 1)
+    columns = (original_ids(batch), batch.tokens_t.tolist(), masked.tolist())
     bounds = [bound for bound in batch.cu_seqlens_n.tolist() if bound <= batch.real_tokens]
-    assert all((ids[start], ids[stop - 1]) == (IDS.cls, IDS.sep) for start, stop in pairwise(bounds))
-    insides = [slice(start + 1, stop - 1) for start, stop in pairwise(bounds)]
-    return [Document(tuple(ids[inside]), tuple(input_ids[inside]), tuple(masked[inside])) for inside in insides]
+    assert all((columns[0][start], columns[0][stop - 1]) == (IDS.cls, IDS.sep) for start, stop in pairwise(bounds))
+    return [tuple(tuple(column[start + 1 : stop - 1]) for column in columns) for start, stop in pairwise(bounds)]
 
 
 @pytest.fixture(params=["one corpus", "blend"])
@@ -89,7 +80,7 @@ def test_resuming_from_any_step_gives_the_batches_of_an_uninterrupted_run(source
 @pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
 def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
     epoch = first_epoch(corpus, long_documents=long_documents)
-    actual = Counter(document.ids for batch in epoch for document in documents_of(batch))
+    actual = Counter(ids for batch in epoch for ids, *_ in documents_of(batch))
     starts = {"truncate": lambda length: [0], "chunk": lambda length: range(0, length, 62)}[long_documents]
     expected = Counter(
         tuple(corpus.document(number)[start : start + 62].tolist())
@@ -144,7 +135,7 @@ def test_a_corpus_of_one_short_document_fills_batches_with_one_document_per_pack
     corpus = MemoryCorpus([5])
     step = next(stream_of(corpus).rank_batches())
     for batch in step.micro_batches:
-        assert [document.ids for document in documents_of(batch)] == [tuple(corpus.document(0).tolist())] * 2
+        assert [ids for ids, *_ in documents_of(batch)] == [tuple(corpus.document(0).tolist())] * 2
         # Two documents of 7 tokens, and 128 - 14 tokens of padding in dummy documents of at most 64.
         assert batch.cu_seqlens_n.tolist() == [0, 7, 14, 78, 128]
         assert batch.real_tokens == 14

@@ -35,22 +35,15 @@ def numbers(source):
     return source.documents.numbers(np.arange(len(source.documents))).tolist()
 
 
-def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_training(place):
+def test_with_corpora_for_validation_each_has_a_curve_and_all_other_documents_are_for_training(place):
     held_out = place.corpus("held_out")
-    inputs = opened(place, valid_data_path=(str(held_out.prefix),), split="3,1")
+    inputs = opened(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100"), split="3,1")
     (training,), (validation,) = inputs.training, inputs.validation["held_out_content_document"]
     assert numbers(training) == list(range(160))
-    assert numbers(validation) == list(range(40))
     assert validation.corpus.manifest == held_out.manifest != training.corpus.manifest
-
-
-def test_validation_curves_are_named_after_their_corpus_and_conditions_or_numbered(place):
-    held_out = place.corpus("held_out")
-    inputs = opened(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100"))
     assert list(inputs.validation) == [f"held_out_content_document{end}" for end in ("", "_min_100")]
-    lengths = held_out.lengths_of(np.arange(len(held_out)))
-    counts = [len(source.documents) for (source,) in inputs.validation.values()]
-    assert counts == [len(held_out), sum(lengths >= 100)]
+    lengths = held_out.lengths_of(np.arange(40))
+    assert [len(source.documents) for (source,) in inputs.validation.values()] == [40, sum(lengths >= 100)]
     assert curve_names(("a/web", "b/web")) == ["web_1", "web_2"]
 
 

@@ -1,6 +1,5 @@
 """Corpora made from files that Megatron-LM wrote: the same documents, without separators and without a copy."""
 
-import os
 from functools import partial
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from commands import run_forked
 from unit.data.child_processes import count_changes
-from unit.data.small_corpus import numbered_tokenizer, random_documents
+from unit.data.small_corpus import cut, damage, numbered_tokenizer, put, random_documents
 
 from megatron_neobert.data.corpus import adoption
 from megatron_neobert.data.corpus.adoption import adopt
@@ -62,27 +61,21 @@ def test_documents_are_those_that_megatron_wrote(tmp_path, monkeypatch, dtype, e
     assert adopt(prefix, TOKENIZER)[0].manifest == manifest, "a second call finds the corpus"
 
 
-def make_boundaries_descend(prefix):
-    content = np.fromfile(f"{prefix}.idx", np.uint8)
-    content[-32:].view("<i8")[:] = [3, 2, 4, 5]
-    content.tofile(f"{prefix}.idx")
-
-
 @pytest.mark.parametrize(
-    ("documents", "damage", "vocab_size", "message"),
+    ("documents", "change", "vocab_size", "message"),
     [
         ([[*DOCUMENTS[0], SEP], DOCUMENTS[1]], None, 100, "ends with the special token 3, but document 1 does not"),
         ([[*DOCUMENTS[0], SEP], [7]], None, 100, "but document 1 does not, or has no other token"),
-        (DOCUMENTS, make_boundaries_descend, 100, "expected ascending document boundaries"),
-        (DOCUMENTS, lambda prefix: os.truncate(f"{prefix}.bin", 100), 100, "expected 182 bytes for 91 tokens of uint"),
+        (DOCUMENTS, ("idx", put("<4q", -32, 3, 2, 4, 5)), 100, "expected ascending document boundaries"),
+        (DOCUMENTS, ("bin", cut(100)), 100, "expected 182 bytes for 91 tokens of uint"),
         (DOCUMENTS, None, 30, "or give the --tokenizer-model with which the files were written"),
     ],
     ids=["eod of some", "single token", "boundaries", "bin", "tokenizer"],
 )
-def test_files_that_cannot_become_a_corpus_are_refused_without_output(tmp_path, documents, damage, vocab_size, message):
+def test_files_that_cannot_become_a_corpus_are_refused_without_output(tmp_path, documents, change, vocab_size, message):
     prefix = write_as_megatron(tmp_path / "M", documents)
-    if damage:
-        damage(prefix)
+    if change:
+        damage(tmp_path / f"M.{change[0]}", change[1])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=message):
         adopt(prefix, numbered_tokenizer(vocab_size))

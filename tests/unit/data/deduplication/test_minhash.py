@@ -5,13 +5,6 @@ import pytest
 
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 
-SETTINGS = MinHashSettings()
-
-
-def minima_of(*documents, settings=SETTINGS):
-    lengths = np.array([len(document) for document in documents], dtype=np.int32)
-    return minima(np.concatenate(documents).astype(np.uint16), lengths, settings)
-
 
 def jaccard_of(*documents, ngram=5):
     return jaccard(*(shingles(np.asarray(document, dtype="<u4").tobytes(), ngram) for document in documents))
@@ -49,7 +42,8 @@ def test_share_of_equal_minima_has_the_mean_and_the_spread_of_a_jaccard_index(ki
         changed = document.copy()
         changed[generator.integers(0, 300, generator.integers(1, 12))] = generator.integers(0, 30_000)
         true = jaccard_of(document, changed)
-        first, second = minima_of(document, changed).T
+        ids, lengths = np.concatenate([document, changed]), np.array([300, 300], dtype=np.int32)
+        first, second = minima(ids.astype(np.uint16), lengths, MinHashSettings()).T
         errors.append(((first == second).mean() - true) / np.sqrt(true * (1 - true) / 112))
     # Four standard deviations of a mean of 400.
     assert abs(np.mean(errors)) < 0.2
