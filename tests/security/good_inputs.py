@@ -14,18 +14,12 @@ import yaml
 from json_files import write_jsonl
 from safetensors.numpy import save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM
+from unit.data.small_corpus import SPECIAL, write_vocabulary
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-WORDS = [
-    "[PAD]",
-    "[CLS]",
-    "[SEP]",
-    "[UNK]",
-    "[MASK]",
-    *(f"{end}{letter}" for letter in "abcdefghijk" for end in ("", "##")),
-]
+WORDS = [*SPECIAL, *(f"{end}{letter}" for letter in "abcdefghijk" for end in ("", "##"))]
 _TEXTS = ["a bad cab", "dead beef", "a cage", "bead face", "jade", "a fig", "ace", "bag of k"]
 _POSITIONS = 32
 TRAINING = (
@@ -119,8 +113,8 @@ def add_dense(folder: Path) -> None:
 
 def write_tokenizer(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
-    load_tokenizer(folder / "vocab.txt").save_tokenizer_files(folder, model_max_length=_POSITIONS)
+    vocabulary = write_vocabulary(folder / "vocab.txt", WORDS[len(SPECIAL) :])
+    load_tokenizer(vocabulary).save_tokenizer_files(folder, model_max_length=_POSITIONS)
     return folder
 
 

@@ -13,14 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import good_inputs as good
 import torch
 from good_inputs import WORDS
+from json_files import edit_json
 from safetensors.torch import load_file, save_file
 from small_sentencepiece import write_model
-from unit.data.small_corpus import SPECIAL, numbered_tokenizer, random_documents, write_corpus
-
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from unit.data.small_corpus import SPECIAL, damage, numbered_tokenizer, random_documents, replaced, write_corpus
 
 Change = Callable[[Path], object]
 HUGE = "1,099,511,627,776 bytes are more than"
@@ -41,18 +39,7 @@ def make_huge(name: str) -> Change:
 
 
 def edit(name: str, **values: Any) -> Change:
-    """Return a change of a JSON object; a dict as a value updates the existing dict, or the first dict of a list."""
-
-    def change(folder: Path) -> None:
-        state = json.loads((folder / name).read_text())
-        for key, value in values.items():
-            if isinstance(value, dict) and key in state:
-                (state[key][0] if isinstance(state[key], list) else state[key]).update(value)
-            else:
-                state[key] = value
-        (folder / name).write_text(json.dumps(state))
-
-    return change
+    return lambda folder: edit_json(folder / name, **values)
 
 
 # --- corpora
@@ -87,9 +74,9 @@ CORPORA = [
     (manifest(vocab_size=2**33), "Expected `int` <= 2147483648 - at `$.vocab_size`"),
     (manifest(vocab_size=101), "expected vocab_size 100 of tokenizer"),
     (manifest(special_ids=[0, 1, 2, 3, 400]), "400] are not all below vocab_size"),
-    (manifest(special_tokens={"mask": 0}), "expected special_tokens"),
+    (manifest(special_tokens={"pad": 4, "unk": 1, "cls": 2, "sep": 3, "mask": 0}), "expected special_tokens"),
     (manifest(dtype="uint8"), "expected dtype uint16 as in small.idx, found uint8"),
-    (manifest(shards={"bin": {"bytes": 20, "sha256": "0"}}), "expected sha256 0 as in"),
+    (lambda folder: damage(folder / "small.json", replaced(b'"sha256": "', b'"sha256": "0')), "expected sha256 0"),
     (use_the_index_of_another_corpus, "small.idx, byte 0: expected sha256"),
     *((replace(end, put), f"small{end} missing: the corpus is unfinished")
       for end in (".bin", ".idx", ".json")
@@ -100,19 +87,8 @@ CORPORA = [
 # --- tokenizers
 
 
-def keep_vocabulary_and_write(config: str | bytes) -> Change:
-    """Return a change that keeps only vocab.txt, and writes this tokenizer_config.json."""
-
-    def change(folder: Path) -> None:
-        for name in ("tokenizer.json", "special_tokens_map.json"):
-            (folder / "tokenizer" / name).unlink()
-        write("tokenizer/tokenizer_config.json", config)(folder)
-
-    return change
-
-
 TOKENIZER_CONFIGS = [
-    (keep_vocabulary_and_write(config), words)
+    (write("tokenizer_config.json", config), words)
     for config, words in (
         ('{"auto_map": "AutoTokenizer"}', "auto_map names Python code of the tokenizer"),
         ('{"do_lower_case": "false"}', 'do_lower_case is "false", but must be true, false or null'),
@@ -168,6 +144,7 @@ TOKENIZER_JSON = [
     (make_huge("tokenizer.json"), "bytes; a tokenizer file has at most 536,870,912"),
 ]
 VOCABULARIES = [
+    *TOKENIZER_CONFIGS,
     (write("vocab.txt", b"\x1f\x8b\x08" + bytes(100)), "line 1 is not UTF-8"),
     (write("vocab.txt", '{"content": "hello"}\n'), "missing among 1 ids"),
     (write("vocab.txt", "\r\n".join([*SPECIAL, "a", "a"])), "line 7: 'a' is also on line 6"),
@@ -261,15 +238,9 @@ YAML = [
 WEIGHTS, WEIGHT = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"  # any weight would do
 
 
-def read_weights_from(outside: str) -> Change:
-    """Return a change that moves the weights out of the folder, and names a file as theirs in an index."""
-
-    def change(folder: Path) -> None:
-        names = load_file(folder / WEIGHTS)
-        (folder / WEIGHTS).rename(folder.parent / "outside.safetensors")
-        good.write_json(folder / f"{WEIGHTS}.index.json", {"metadata": {}, "weight_map": dict.fromkeys(names, outside)})
-
-    return change
+def index(file: str) -> Change:
+    """Return a change that adds an index, which names `file` as the weights."""
+    return write(f"{WEIGHTS}.index.json", json.dumps({"weight_map": {WEIGHT: file}}))
 
 
 def claim(**changes: object) -> Change:
@@ -295,17 +266,9 @@ def spoil(change_tensors: Callable[[dict[str, torch.Tensor]], object]) -> Change
     return change
 
 
-def tokenize_with(*words: str) -> Change:
-    def change(folder: Path) -> None:
-        write("vocab.txt", "".join(f"{word}\n" for word in words))(folder)
-        load_tokenizer(folder / "vocab.txt").save_tokenizer_files(folder, model_max_length=32)
-
-    return change
-
-
 MODELS = [
-    *((read_weights_from(place), f"is {place!r}, but must be a safetensors file in the same folder")
-      for place in ("../outside.safetensors", "/etc/w.safetensors", "sub/w.safetensors", "w.bin")),
+    *((index(file), f"is {file!r}, but must be a safetensors file in the same folder")
+      for file in ("../outside.safetensors", "/etc/w.safetensors", "sub/w.safetensors", "w.bin")),
     *((edit("config.json", **{key: "somebody/kernel"}), f"{key} is 'somebody/kernel', for which transformers may")
       for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")),
     *((change, f"{WEIGHTS}: not a safetensors file") for change in (
@@ -324,15 +287,13 @@ MODELS = [
     (write("config.json", b"\xff"), "not JSON"),
     (write("config.json", '{"vocab_size": 16, "vocab_size": 17}'), "duplicate key 'vocab_size'"),
     (make_huge("config.json"), HUGE),
-    (tokenize_with(*WORDS[:-1]), f"the tokenizer has {len(WORDS) - 1} ids and the embedding {len(WORDS)} rows"),
-    (tokenize_with(*WORDS, "l"), f"the tokenizer has {len(WORDS) + 1} ids and the embedding {len(WORDS)} rows"),
+    (edit("config.json", vocab_size=len(WORDS) - 1), f"has {len(WORDS)} ids and the embedding {len(WORDS) - 1} rows"),
 ]  # fmt: skip
 
 
 # Kind in readers.py -> changes of a valid folder, each with part of the refusal.
 CONTENTS = {
     "corpus": CORPORA,
-    "tokenizer": TOKENIZER_CONFIGS,
     "tokenizer.json": TOKENIZER_JSON,
     "vocab.txt": VOCABULARIES,
     "tokenizer.model": SENTENCEPIECE,
