@@ -98,9 +98,8 @@ def write_all_settings(folder: Path) -> None:
 
 
 def read_yaml(folder: Path) -> None:
-    flags = ["--tokenizer-model", "tokenizer"]  # and --data-path, unless the file has it
-    flags += [] if b"data_path: *" in (folder / "run.yaml").read_bytes() else ["--data-path", "corpus"]
-    read_settings([*flags, "--config", str(folder / "run.yaml")], folder)
+    required = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+    read_settings([*required, "--config", str(folder / "run.yaml")], folder)
 
 
 def tokenizer_file(name: str, write: Callable[[Path], Any]) -> Kind:

@@ -118,16 +118,10 @@ def test_records_are_the_same_wherever_the_blocks_end(separator):
 
 
 def test_too_long_line_is_never_in_memory_as_a_whole(tmp_path):
-    with (tmp_path / "input").open("wb") as stream:
-        stream.write(b'{"content": "')
-        for _ in range(64):
-            stream.write(b"x" * (1 << 20))
-        stream.write(b'"}\n{"content": "short"}\n')
+    (tmp_path / "input").write_bytes(b'{"content": "' + b"x" * (64 << 20) + b'"}\n{"content": "short"}\n')
 
     def batches_of(settings):
-        chunks = split_into_chunks(str(tmp_path / "input"), settings, chunk_bytes=10 << 20)
-        assert len(chunks) == 2  # the cut is after the long line
-        for chunk in chunks:
+        for chunk in split_into_chunks(str(tmp_path / "input"), settings, chunk_bytes=10 << 20):
             yield from read_chunk(chunk, settings)
 
     peaks = []
