@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mteb
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
 from json_files import write_jsonl
-from safetensors.numpy import save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 from unit.data.small_corpus import SPECIAL, write_vocabulary
 from unit.huggingface.tiny_neobert import build_model
@@ -99,16 +97,6 @@ def write_modules(folder: Path, types: Mapping[str, str]) -> None:
         for number, (path, type_) in enumerate(types.items())
     ]
     write_json(folder / "modules.json", entries)
-
-
-def add_dense(folder: Path) -> None:
-    """Add a Dense module of sentence-transformers to a model."""
-    write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
-    activation = "torch.nn.modules.activation.Tanh"
-    dense = {"in_features": 8, "out_features": 4, "bias": True, "activation_function": activation}
-    write_json(folder / "2_Dense" / "config.json", dense)
-    weights = {"linear.weight": np.eye(4, 8, dtype=np.float32), "linear.bias": np.zeros(4, np.float32)}
-    save_file(weights, folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_tokenizer(folder: Path) -> Path:

@@ -87,18 +87,6 @@ def nest_a_model(folder: Path, canary: Canary) -> None:
     good.write_modules(folder, {"": "Transformer", "1_Pooling": "Router", "2_Normalize": "Normalize"})
 
 
-def activate_by_a_function(folder: Path, canary: Canary) -> None:
-    good.add_dense(folder)
-    settings = {"in_features": 8, "out_features": 4, "activation_function": "torch.hub.load"}
-    good.write_json(folder / "2_Dense" / "config.json", settings)
-
-
-def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
-    good.add_dense(folder)
-    (folder / "2_Dense" / "model.safetensors").unlink()
-    (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
-
-
 def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
@@ -198,8 +186,6 @@ HOSTILE = (
     Hostile("model", "modules: attention kernel by settings", change_json(
         "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"}), SENTENCE_TRANSFORMERS),
     Hostile("model", "other weights", change_json("config.json", transformers_weights="../other.bin")),
-    Hostile("model", "modules: pickled Dense", pickle_a_dense_module, SENTENCE_TRANSFORMERS),
-    Hostile("model", "modules: activation from another package", activate_by_a_function, SENTENCE_TRANSFORMERS),
     Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickle.dumps)),
     Hostile("model", "pickles for settings", in_place_of("config.json", content=pickle.dumps)),
     Hostile("model", "nested config", in_place_of("config.json", content=nested)),

@@ -118,15 +118,10 @@ def assert_no_connection(proxy: socket.socket) -> None:
 def inputs(tiny_corpus: TinyCorpus, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """Valid inputs of every kind."""
     folder = tmp_path_factory.mktemp("inputs")
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    prefix = Path(tiny_corpus.prefix)
-    for path in prefix.parent.glob(f"{prefix.name}.*"):
-        shutil.copy(path, corpus)
     inputs = Inputs(
         model=good.write_model(folder / "model"),
         checkpoint=trained,
-        corpus=corpus,
+        corpus=Path(tiny_corpus.prefix).parent,
         dataset=good.write_dataset(folder / "dataset"),
         records=folder / "records",
         texts=good.write_texts(folder / "texts"),

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import good_inputs as good
@@ -22,22 +20,10 @@ from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 
-@pytest.fixture(scope="session")
-def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that returns the folder of a valid input, written once; tests must not change it."""
-
-    @cache
-    def write(kind: str) -> Path:
-        folder = tmp_path_factory.mktemp("valid")
-        KINDS[kind].write(folder)
-        return folder
-
-    return write
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_valid_input_is_read(valid, tmp_path, kind):
-    KINDS[kind].read(Path(shutil.copytree(valid(kind), tmp_path / "copy")))
+def test_valid_input_is_read(tmp_path, kind):
+    KINDS[kind].write(tmp_path)
+    KINDS[kind].read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +34,10 @@ def test_valid_input_is_read(valid, tmp_path, kind):
         for change, words in changes
     ],
 )
-def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(valid, tmp_path, kind, change, words):
-    folder = Path(shutil.copytree(valid(kind), tmp_path / "copy"))
-    change(folder)
-    assert_refused(lambda: KINDS[kind].read(folder), KINDS[kind].exit_code, words)
+def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(tmp_path, kind, change, words):
+    KINDS[kind].write(tmp_path)
+    change(tmp_path)
+    assert_refused(lambda: KINDS[kind].read(tmp_path), KINDS[kind].exit_code, words)
 
 
 COMMAND_LINES = [
@@ -93,12 +79,10 @@ def test_wrong_command_line_is_refused_before_the_run_starts(corpus, words, exit
 
 @pytest.mark.parametrize("text", ["", "model:\n", "\ufeffmodel: {}\n", "---\n...\n", "null\n"])
 def test_yaml_without_settings_keeps_the_defaults(tmp_path, text):
-    path, required = tmp_path / "run.yaml", ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
-    path.write_text(text, encoding="utf-8")
-    settings, defaults = (
-        parse_command_line([*required, *flags], world_size=1).settings for flags in (["--config", str(path)], [])
-    )
-    assert settings == defaults
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    required = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+    command = parse_command_line([*required, "--config", str(tmp_path / "run.yaml")], world_size=1)
+    assert command.settings == parse_command_line(required, world_size=1).settings
 
 
 @pytest.mark.parametrize("config", [{"auto_map": 5}, {"auto_map": {}}, {"strip_accents": None}])

@@ -153,6 +153,12 @@ def edit(name: str, **changes: object):
     return lambda encoder: edit_json(encoder / name, **changes)
 
 
+def add_dense(encoder: Path, **settings: object) -> None:
+    """Add a Dense module without weights in safetensors."""
+    good.write_modules(encoder, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
+    good.write_json(encoder / "2_Dense" / "config.json", settings)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -161,6 +167,12 @@ def edit(name: str, **changes: object):
             edit(SETTINGS, prompts={"query": ["a"]}),
             ConversionError,
             "prompts is a dict of length 1, but must be texts by name",
+        ),
+        (add_dense, ConversionError, r"2_Dense: the weights must be in model\.safetensors and not pickled"),
+        (
+            lambda encoder: add_dense(encoder, activation_function="torch.hub.load"),
+            ConversionError,
+            r"activation_function is 'torch\.hub\.load', not a class like",
         ),
         (lambda encoder: (encoder / POOLING).unlink(), MissingInputError, r"1_Pooling/config\.json: no such file"),
         *(
