@@ -28,6 +28,7 @@ WORDS = ("the", "cat", "sat", "on", "a", "mat")  # with a single token
 LENGTHS = (12, 7, 4)  # tokens of the texts in a batch
 
 VERSION = Version(transformers.__version__)
+FP32 = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}
 # Largest difference relative to the largest value, in fp32. The errors that checks detect are 0.1 or larger.
 TOLERANCE = 1e-4
 FIRST_NATIVE = Version("5.3")  # with EuroBERT
@@ -53,16 +54,14 @@ class Subject:
         """True if the models' classes are in the folder or in this version of transformers."""
         return bool(self.auto_map) or VERSION >= FIRST_NATIVE
 
-    def load_with_info(self, class_name: str, *, folder: Path | None = None, **options: Any) -> tuple[Any, dict]:
+    def load_with_info(self, class_name: str, **options: Any) -> tuple[Any, dict]:
         """Return a model in fp32 and evaluation mode, and the loading report of transformers."""
-        options.setdefault("dtype", torch.float32)
-        if VERSION.major < 5:
-            options["torch_dtype"] = options.pop("dtype")
         model, info = getattr(transformers, class_name).from_pretrained(
-            folder or self.folder,
+            self.folder,
             trust_remote_code=bool(self.auto_map),
             local_files_only=True,
             output_loading_info=True,
+            **FP32,
             **options,
         )
         return model.eval(), info
@@ -70,10 +69,8 @@ class Subject:
     def load(self, class_name: str, **options: Any) -> Any:
         return self.load_with_info(class_name, **options)[0]
 
-    def tokenizer(self, folder: Path | None = None) -> Any:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder or self.folder, trust_remote_code=False, local_files_only=True
-        )
+    def tokenizer(self) -> Any:
+        return transformers.AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
 
     def batch(self) -> transformers.BatchEncoding:
         """Return a batch of texts, padded on the right."""
@@ -87,11 +84,10 @@ def text_of(tokens: int, *, start: int = 0) -> str:
 
 
 def expect_close(actual: Tensor, expected: Tensor, name: str) -> None:
-    """Assert that the difference is at most TOLERANCE, relative to the largest value. NaN is an infinite difference."""
-    assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    difference = (actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30)
-    relative = float(torch.nan_to_num(difference, nan=float("inf")))
-    assert relative <= TOLERANCE, f"{name}: differs by {relative:.2g} of the largest value, more than {TOLERANCE:g}"
+    """Assert that the difference is at most TOLERANCE, relative to the largest value, and no value is NaN."""
+    largest = TOLERANCE * float(expected.abs().max())
+    options = {"atol": largest, "rtol": 0, "check_dtype": False}
+    torch.testing.assert_close(actual, expected, msg=lambda message: f"{name}: {message}", **options)
 
 
 # --- tokenizer, pipelines and Trainer
@@ -123,9 +119,8 @@ def check_fill_mask(subject: Subject) -> None:
     text = f"{text_of(6)} {subject.tokenizer().mask_token} {text_of(5, start=5)}"
     encoded = subject.tokenizer()(text, return_tensors="pt")
     logits = subject.load("AutoModelForMaskedLM")(**encoded).logits
-    dtype = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}
     pipeline = transformers.pipeline(
-        "fill-mask", model=str(subject.folder), trust_remote_code=bool(subject.auto_map), device="cpu", **dtype
+        "fill-mask", model=str(subject.folder), trust_remote_code=bool(subject.auto_map), device="cpu", **FP32
     )
     expected = logits[encoded["input_ids"] == subject.tokenizer().mask_token_id][0].argmax().item()
     best = pipeline(text)[0]["token"]
@@ -313,22 +308,21 @@ def check_save_and_reload(subject: Subject) -> None:
     cases: dict[str, dict[str, int]] = {MAIN: {}, "AutoModelForSequenceClassification": {"num_labels": 3}}
     for class_name, options in cases.items():
         model, inputs = subject.load(class_name, **options), subject.batch()
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        with tempfile.TemporaryDirectory() as folder:
+            saved = Subject(Path(folder))
             model.save_pretrained(folder)
             subject.tokenizer().save_pretrained(folder)
-            again, info = subject.load_with_info(class_name, folder=folder)
-            saved_map = Subject(folder).auto_map
-            assert saved_map == subject.auto_map, f"{class_name}: auto_map after saving: {saved_map}"
-            code = {name.split(".")[0] for name in saved_map.values()}
-            missing = [module for module in code if not (folder / f"{module}.py").is_file()]
+            again, info = saved.load_with_info(class_name)
+            assert saved.auto_map == subject.auto_map, f"{class_name}: auto_map after saving: {saved.auto_map}"
+            code = {name.split(".")[0] for name in saved.auto_map.values()}
+            missing = [module for module in code if not (saved.folder / f"{module}.py").is_file()]
             assert not missing, f"{class_name}: code that is not saved: {missing}"
-            ids = subject.tokenizer(folder)(text_of(9))["input_ids"]
+            ids = saved.tokenizer()(text_of(9))["input_ids"]
             assert ids == subject.tokenizer()(text_of(9))["input_ids"], "other token ids after saving"
         problems = {kind: sorted(names)[:3] for kind, names in info.items() if names}
         assert not problems, f"{class_name}: weights and model do not fit after saving: {problems}"
-        saved, loaded = model.state_dict(), again.state_dict()
-        wrong = [name for name, tensor in saved.items() if not torch.equal(tensor, loaded[name])]
+        loaded = again.state_dict()
+        wrong = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, loaded[name])]
         assert not wrong, f"{class_name}: other weights after saving: {wrong[:3]}"
         same = torch.equal(model(**inputs).logits, again(**inputs).logits)
         assert same, f"{class_name}: other outputs after saving"

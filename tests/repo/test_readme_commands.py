@@ -113,17 +113,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("a clone")
     for name in ("megatron_neobert", "checkpoint_conversion"):
         (place / name).symlink_to(REPOSITORY / name)
-    for folder in ("tools", "examples"):
-        (place / folder).mkdir()
-        for path in (REPOSITORY / folder).glob("*.*"):
-            (place / folder / path.name).symlink_to(path)
-    shutil.copytree(REPOSITORY / "examples" / "configs", place / "examples" / "configs")
+    for name in ("tools", "examples"):
+        shutil.copytree(REPOSITORY / name, place / name)
     (place / "examples" / "configs" / "tiny.yaml").write_text(TOY)
     (place / "tiny").write_text(TOY)  # a file goes before the recipe of that name
     (place / "bin").mkdir()
     (place / "bin" / "neobert").write_text('#!/bin/sh\nexec python -m megatron_neobert "$@"\n')
     (place / "bin" / "neobert").chmod(0o755)
-    (place / "tools" / "prepare_environment.sh").unlink()
     (place / "tools" / "prepare_environment.sh").write_text(f"echo {shlex.quote(sys.executable)}\n")
     texts = place / "quickstart_run" / "texts"  # as the quickstart leaves them
     texts.mkdir(parents=True)

@@ -118,7 +118,7 @@ def test_failed_phase_does_not_stop_the_others_and_runs_again(start, tmp_path, c
     assert [phase.name for phase in ran] == ["speed", "environment", "resume"], "speed has passed before"
 
 
-@pytest.mark.parametrize("content", ["", "[" * 9999, "{}", '{"status": 5}', b"\xff", None])
+@pytest.mark.parametrize("content", [b"", b"[" * 9999, b"{}", b'{"status": 5}', b"\xff", None])
 def test_phase_with_a_damaged_result_runs_again(start, tmp_path, content):
     ran = []
     assert start({"speed": ran.append}, "speed") == 0
@@ -127,7 +127,7 @@ def test_phase_with_a_damaged_result_runs_again(start, tmp_path, content):
     if content is None:
         os.mkfifo(path)
     else:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_bytes(content)
     assert start({"speed": ran.append}, "speed") == 0
     assert len(ran) == 2 and results_of(tmp_path)["speed"]["status"] == "passed"
 
