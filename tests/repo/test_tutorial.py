@@ -5,12 +5,10 @@ import os
 import re
 import shutil
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, succeed
+from commands import REPOSITORY, succeed
 
 PAGE, NOTEBOOK = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "tutorial.ipynb"
 # In the place of 500 iterations; a file goes before the recipe of its name.
@@ -53,37 +51,30 @@ def test_notebook_is_the_page():
     assert NOTEBOOK.read_text(encoding="utf-8") == notebook
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with a wheel of this repository; the other packages are those of the tests."""
+@pytest.fixture
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder into which a wheel of this repository is installed; the other packages are those of the tests."""
     place = tmp_path_factory.mktemp("an environment")
     for folder in ("megatron_neobert", "checkpoint_conversion", "examples"):
         shutil.copytree(REPOSITORY / folder, place / "source" / folder, symlinks=True)
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, place / "source" / file)
-    pip = (sys.executable, "-m", "pip")
-    succeed(*pip, "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", place, place / "source")
-    venv.create(place / "env")
-    (packages,) = (place / "env").glob("lib/python*/site-packages")
-    others = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    (packages / "others.pth").write_text(others)
-    (wheel,) = place.glob("*.whl")
-    python = place / "env" / "bin" / "python"
-    succeed(*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel)
-    return python
+    alone = ("--no-deps", "--no-index", "--no-build-isolation")
+    succeed(sys.executable, "-m", "pip", "install", "-q", *alone, "--target", place / "packages", place / "source")
+    return place / "packages"
 
 
-def test_notebook_leads_from_an_installed_wheel_and_an_empty_folder_to_an_evaluated_model(python: Path, tmp_path: Path):
+def test_notebook_leads_from_an_installed_wheel_and_an_empty_folder_to_an_evaluated_model(packages, tmp_path: Path):
     (tmp_path / "tiny").write_text(TINY)
-    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment |= {"PATH": f"{python.parent}:{environment['PATH']}", "HF_HUB_OFFLINE": "1"}
+    path = f"{packages / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
     code = [cell["source"] for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     said = ""
     for source in ["import megatron_neobert\nprint(megatron_neobert.__file__)", *code]:
         shell = source.startswith("%%bash\n")
-        command = ("bash", "-euc", source.partition("\n")[2]) if shell else (python, "-c", source)
+        command = ("bash", "-euc", source.partition("\n")[2]) if shell else (sys.executable, "-c", source)
         said += succeed(*command, cwd=tmp_path, env=environment)
-    assert said.startswith(str(python.parents[1])), "the wheel's package, and not the checkout's"
+    assert said.startswith(str(packages)), "the wheel's package, and not the checkout's"
     assert len(code) == 11, "the blocks of the page"
     assert (tmp_path / "model" / "config.json").is_file()
     records = {path.name for path in (tmp_path / "results").rglob("*.json")}
