@@ -45,12 +45,7 @@ def test_loss_without_labels_is_zero_with_zero_gradients(num_items: Any):
     [
         (1, torch.tensor([0.5, -1.0, 2.0]), lambda x, y: F.mse_loss(x[:, 0], y), "regression"),
         (3, torch.tensor([0, 2, 1]), F.cross_entropy, "single_label_classification"),
-        (
-            3,
-            torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]),
-            F.binary_cross_entropy_with_logits,
-            "multi_label_classification",
-        ),
+        (3, torch.eye(3), F.binary_cross_entropy_with_logits, "multi_label_classification"),
     ],
 )
 def test_sequence_classification_loss_follows_from_the_labels(num_labels: int, labels: Tensor, loss: Any, kind: str):
@@ -81,10 +76,8 @@ def test_sequence_classification_pools_the_first_token_or_the_mean_of_every_docu
 def test_trainer_makes_the_same_update_with_one_and_two_micro_batches(kind: type, tmp_path):
     """A model with **kwargs that ignores num_items_in_batch would make an update twice as large with two."""
     labels = build_labels() if kind is NeoBERTForMaskedLM else torch.tensor([0, 1, 1])
-    rows = [
-        {"input_ids": BATCH["input_ids"][row], "attention_mask": BATCH["attention_mask"][row], "labels": labels[row]}
-        for row in (0, 2)
-    ]
+    batch = BATCH | {"labels": labels}
+    rows = [{name: values[row] for name, values in batch.items()} for row in (0, 2)]
     updates = []
     for rows_per_batch in (2, 1):
         model = build_model(kind, classifier_dropout=0.0)

@@ -59,9 +59,8 @@ def test_losses_states_and_gradients_equal_those_of_padded_blocks(
     monkeypatch.setattr(modeling_neobert, "may_unpad", lambda *_: False)
     padded, unmasked = compute(model, MASK), compute(model, torch.ones_like(MASK))
     assert {shape[:2] for shape in shapes} == {(1, 16), (3, 9)} and shapes[0][:2] == (1, 16)
-    assert {
-        name: gap(unpadded[name], padded[name]) for name in padded if gap(unpadded[name], padded[name]) > ROUNDING
-    } == {}
+    gaps = {name: gap(unpadded[name], padded[name]) for name in padded}
+    assert max(gaps.values()) <= ROUNDING, gaps
     assert gap(unmasked["state 2"], padded["state 2"]) > WRONG
 
 

@@ -1,12 +1,12 @@
 """The speedrun: p is that of an exact test, the time is training time, and the script runs unfinished runs only."""
 
-import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import REPOSITORY, run_forked, succeed
+from json_files import read_json, write_jsonl
 from scipy import stats
 
 from benchmarks import speedrun
@@ -23,15 +23,13 @@ logging: {{log_interval: 2}}
 def write_runs(folder: Path, *, losses: list[float], speed: float = 1000.0) -> Path:
     """Write runs with two intervals of 5,000 tokens, the second at twice the speed, and a validation after each."""
     for seed, loss in enumerate(losses):
-        run = folder / f"seed_{seed}"
-        run.mkdir(parents=True)
         lines = [
             {"iteration": 1, "consumed_tokens": 5000, "tokens_per_second": speed},
             {"iteration": 1, "validation_loss": 9.0},
             {"iteration": 2, "consumed_tokens": 10_000, "tokens_per_second": 2 * speed},
             {"iteration": 2, "validation_loss": loss},
         ]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_jsonl(folder / f"seed_{seed}" / "metrics.jsonl", lines)
     return folder
 
 
@@ -51,7 +49,7 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
     figures = tmp_path / "figures.json"
     ended = run_forked("benchmarks/speedrun.py", plain, fast, "--target", 4.0, "--output", figures)
     assert ended.code == 0, ended.output
-    written = json.loads(figures.read_text())
+    written = read_json(figures)
     assert [line["p (below 4)"] for line in written["recipes"]] == ["0.0039", "1.0000"]
     (comparison,) = written["comparisons"]
     assert [comparison[name] for name in ("time", "fastest", "slowest")] == ["0.500"] * 3
@@ -62,10 +60,8 @@ def test_one_seed_gives_losses_and_times_without_deviations(tmp_path):
     plain, fast = (write_runs(tmp_path / name, losses=[loss]) for name, loss in (("plain", 3.9), ("fast", 4.1)))
     ended = run_forked("benchmarks/speedrun.py", plain, fast, "--target", 4.0, "--output", tmp_path / "figures.json")
     assert ended.code == 0, ended.output
-    assert [line["loss"] for line in json.loads((tmp_path / "figures.json").read_text())["recipes"]] == [
-        "3.9000",
-        "4.1000",
-    ]
+    written = read_json(tmp_path / "figures.json")
+    assert [line["loss"] for line in written["recipes"]] == ["3.9000", "4.1000"]
 
 
 @pytest.mark.parametrize(
@@ -97,5 +93,5 @@ def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
     for _ in range(2):
         printed = succeed("bash", REPOSITORY / "examples" / "speedrun.sh", *recipes, env=environment)
     assert printed.count("already trained: iteration 4 of 4 is saved") == 4
-    written = json.loads((tmp_path / "speedrun" / "speedrun.json").read_text())
+    written = read_json(tmp_path / "speedrun" / "speedrun.json")
     assert [(line["recipe"], line["seeds"]) for line in written["recipes"]] == [("plain", 2), ("other", 2)]
