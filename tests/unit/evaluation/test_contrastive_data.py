@@ -4,7 +4,6 @@ import itertools
 
 import datasets
 import numpy as np
-import pyarrow.parquet
 import pytest
 from commands import REPOSITORY
 from json_files import write_jsonl
@@ -114,14 +113,6 @@ def test_json_lines_have_the_types_of_json_wherever_a_value_is_in_the_file(tmp_p
     pairs = load_pairs(tmp_path / "KEY.jsonl")
     assert len(pairs) == 1_001
     assert pairs[-1] == {"query": "2024-01-01", "positive": "1", "negatives": ["2024-01-02"]}
-
-
-def test_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
-    columns = [pyarrow.array([text]) for text in "abc"]
-    table = pyarrow.Table.from_arrays(columns, names=["query", "positive", "query"])
-    pyarrow.parquet.write_table(table, tmp_path / "KEY.parquet")
-    with pytest.raises(DataError, match=r'KEY\.parquet cannot be read .*"query" exists 2 times'):
-        load_pairs(tmp_path / "KEY.parquet")
 
 
 def test_training_pairs_with_a_held_out_query_are_dropped_and_shared_documents_are_kept(capfd):

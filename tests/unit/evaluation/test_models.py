@@ -35,12 +35,12 @@ def test_fingerprint_changes_with_weights_and_tokenizer_but_not_with_the_card_or
     shutil.copy(folder / "config.json", folder / "onnx")
     assert models.fingerprint(folder) == first
     fingerprints = {first, models.fingerprint(write_model(tmp_path / "other", "Bert", seed=1))}
-    (folder / "1_Pooling").mkdir()
-    names = ("tokenizer.json", "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
-    for name, content in zip(names, ("{}", '[{"path": "1_Pooling"}]', "{}", "{}"), strict=True):
-        (folder / name).write_text(content)
+    (folder / "2_Dense").mkdir()
+    names = ("tokenizer.json", "modules.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    for name in (*names, "config_sentence_transformers.json"):
+        (folder / name).write_text("{}")
         fingerprints.add(models.fingerprint(folder))
-    assert len(fingerprints) == 2 + len(names)
+    assert len(fingerprints) == 3 + len(names)
 
 
 def test_missing_masked_language_model_head_is_refused(tmp_path: Path):
@@ -130,6 +130,7 @@ CHANGES = {
         encoder / "1_Pooling" / "config.json",
         {"word_embedding_dimension": 8, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
     ),
+    "Dense": good.add_dense,
     "no modules.json": lambda encoder: (encoder / "modules.json").unlink(),
     "format of this version": lambda encoder: SentenceTransformer(str(encoder), device="cpu").save_pretrained(
         str(encoder)
