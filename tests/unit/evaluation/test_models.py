@@ -124,13 +124,24 @@ def load(encoder: Path) -> SentenceTransformer:
     return models.load_sentence_transformer(encoder, max_length=1024)
 
 
+def add_dense(encoder: Path, **settings: object) -> None:
+    """Add a Dense module without weights in safetensors."""
+    good.write_modules(encoder, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
+    good.write_json(encoder / "2_Dense" / "config.json", settings)
+
+
+def add_dense_with_weights(encoder: Path) -> None:
+    add_dense(encoder, in_features=8, out_features=4, bias=False)
+    save_file({"linear.weight": torch.eye(4, 8)}, encoder / "2_Dense" / "model.safetensors")
+
+
 CHANGES = {
     "format of old versions": lambda encoder: None,
     "first token": lambda encoder: good.write_json(
         encoder / "1_Pooling" / "config.json",
         {"word_embedding_dimension": 8, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
     ),
-    "Dense": good.add_dense,
+    "Dense": add_dense_with_weights,
     "no modules.json": lambda encoder: (encoder / "modules.json").unlink(),
     "format of this version": lambda encoder: SentenceTransformer(str(encoder), device="cpu").save_pretrained(
         str(encoder)
@@ -152,12 +163,6 @@ POOLING, SETTINGS = "1_Pooling/config.json", "config_sentence_transformers.json"
 
 def edit(name: str, **changes: object):
     return lambda encoder: edit_json(encoder / name, **changes)
-
-
-def add_dense(encoder: Path, **settings: object) -> None:
-    """Add a Dense module without weights in safetensors."""
-    good.write_modules(encoder, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
-    good.write_json(encoder / "2_Dense" / "config.json", settings)
 
 
 @pytest.mark.parametrize(
