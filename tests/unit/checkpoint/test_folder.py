@@ -272,8 +272,8 @@ def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path, boxes,
         StoredTensors(tmp_path)
 
 
-@pytest.mark.parametrize("whole", [(), (3,), (3, -4)])
-def test_a_shape_that_is_none_is_refused(tmp_path: Path, whole):
-    write_boxes(tmp_path, BOXES, whole=whole)
-    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors: cannot be read .*x of shape \(1, 3\) begins at"):
+@pytest.mark.parametrize(("offsets", "whole"), [((0, 0), ()), ((0, 0), (3,)), ((0, 0), (3, -4)), ((-1, 0), (3, 4))])
+def test_a_shape_or_an_offset_that_is_none_is_refused(tmp_path: Path, offsets, whole):
+    write_tensors(tmp_path / "rank_0.safetensors", {"x": WHOLE}, {"x": Box(offsets, (3, 4), whole)})
+    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors: cannot be read .*x of shape \(3, 4\) begins at"):
         StoredTensors(tmp_path)

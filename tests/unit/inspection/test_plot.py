@@ -53,6 +53,7 @@ def test_a_line_that_is_being_written_or_was_cut_is_dropped_and_the_rest_is_read
         '{"iteration": ' + "9" * 5000 + ', "loss": 1}',
         '{"iteration": -1, "loss": 1}',
         '{"loss": 1}',
+        r'{"iteration": 20, "\u001b]0;owned\u0007": 1}',
         "\0",
     ],
 )

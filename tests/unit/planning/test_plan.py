@@ -141,6 +141,8 @@ def test_time_and_price_are_ten_milliseconds_per_step_and_flops_divided_by_the_m
     assert f" {with_prefix(sample.tokens * 10**9 / seconds, '')} " in line
     (row,) = [line for line in lines if line.endswith(f" {2.5 * seconds / 3600:,.0f}")]
     assert row.split()[0] == "1" and f" {duration(seconds)} " in row
+    price_in_cents = f" {0.001 * seconds / 3600:,.2f}"
+    assert any(line.endswith(price_in_cents) for line in lines_of(settings, capsys, price=0.001)), "cents below 10"
     assert any("A100" in line for line in lines) == (not compute), "an A100 has no FP8"
     plan = plan_of(settings, capsys)
     assert f"10 ms, FLOP / (GPUs x peak x {percent_of_peak} %)" in plan and source in plan
