@@ -94,13 +94,6 @@ def test_run_stopped_three_times_equals_the_undisturbed_run_bit_for_bit(settings
         assert read_metrics(last.parent, key) == read_metrics(expected.parent, key), key
 
 
-def flip_bit(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def fail_to_read(file: Path) -> None:
     """Let a file of a checkpoint have a read error."""
     read = folder.sha256_of
@@ -118,19 +111,18 @@ def test_damaged_checkpoints_are_named_and_renamed_and_the_run_resumes_from_an_o
     train_on_ranks(whole, world_size=2)
     train_on_ranks(run.with_section("training", exit_interval=5), world_size=2)
     save = Path(run.checkpoint.save)
-    unreadable, flipped, truncated = (min(each.glob("*.safetensors")) for each in list_checkpoints(save)[:3])
+    unreadable, truncated = (min(each.glob("*.safetensors")) for each in list_checkpoints(save)[:2])
     size = truncated.stat().st_size
-    flip_bit(flipped)
     os.truncate(truncated, size // 2)
     capfd.readouterr()
     train_on_ranks(run, world_size=2, prepare=partial(fail_to_read, unreadable))
     output = capfd.readouterr().out
     assert f"warning: skipped an unreadable checkpoint: [Errno 5] Input/output error: '{unreadable}'\n" in output
-    first, second = re.findall("warning: skipped a damaged checkpoint: (.*)", output)
-    assert first.startswith(f"{flipped}: its sha256 is not ") and first.endswith("It is now iter_0000004.damaged.")
-    assert second.startswith(f"{truncated}: {size // 2} bytes, expected {size};")
-    assert f"from {save}/iter_0000002" in output
-    assert {"iter_0000004.damaged", "iter_0000003.damaged", "iter_0000004", "iter_0000003"} <= names_in(save)
+    (warning,) = re.findall("warning: skipped a damaged checkpoint: (.*)", output)
+    assert warning.startswith(f"{truncated}: {size // 2} bytes, expected {size};")
+    assert warning.endswith("It is now iter_0000004.damaged.")
+    assert f"from {save}/iter_0000003" in output
+    assert {"iter_0000004.damaged", "iter_0000004"} <= names_in(save)
     last, expected = (iteration_folder(Path(each.checkpoint.save), ITERATIONS) for each in (run, whole))
     assert_same_state(last, expected)
     with pytest.raises(AssertionError):  # the control

@@ -62,7 +62,7 @@ def environment_of(job: dict[str, Any], *, index: int) -> dict[str, str]:
 
 
 def test_pods_with_the_environment_of_the_manifest_train_one_run(tiny_corpus, tmp_path):
-    """Two launchers of one rank; only the address of the first pod and the port are this machine's."""
+    """Two launchers of two ranks; only the address of the first pod and the port are this machine's."""
     job, service = read_manifest("job"), read_manifest("service")
     nodes = job["spec"]["completions"]
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
@@ -72,7 +72,8 @@ def test_pods_with_the_environment_of_the_manifest_train_one_run(tiny_corpus, tm
     for index, variables in enumerate(environments):
         assert (variables["NNODES"], variables["NODE_RANK"]) == (str(nodes), str(index))
         assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-        variables["NPROC_PER_NODE"] = "1"
+        variables["NPROC_PER_NODE"] = "2"
     pods = run_nodes([["megatron_neobert.launch", SCRIPT, *flags_of(settings)]] * nodes, environments)
     assert [pod.code for pod in pods] == [0] * nodes, pods
+    assert ["iteration 3/3" in pod.output for pod in pods] == [True, False], "rank 0 logs for all nodes"
     assert sorted(read_metrics(tmp_path / "run")) == [1, 2, 3]

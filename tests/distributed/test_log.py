@@ -15,7 +15,10 @@ import pytest
 from ranks import quick_only, read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 
+from megatron_neobert.data.batches.batch import RankPosition
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.inspection.global_batch import rebuild_batch
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.training import loop
 
@@ -51,39 +54,29 @@ def before_each_step(act) -> None:
     loop.train_step = train_step
 
 
-@pytest.fixture(scope="module")
-def plain(build) -> Path:
-    """Save folder of a run of one rank. batches.jsonl counts tokens, predicted tokens and attended pairs."""
-    run = build()
-    save = Path(run.checkpoint.save)
-
-    def note(run, batches):
-        pairs = sum(int((batch.cu_seqlens_n.diff() ** 2).sum()) for batch in batches.micro_batches)
-        predicted = sum(int((batch.labels_m >= 0).sum()) for batch in batches.micro_batches)
-        with (save / "batches.jsonl").open("a") as stream:
-            stream.write(json.dumps({"tokens": batches.real_tokens, "pairs": pairs, "predicted": predicted}) + "\n")
-
-    train_on_ranks(run, prepare=lambda: before_each_step(note))
-    return save
-
-
 @pytest.mark.parametrize("layout", quick_only(LAYOUTS, "two tensor-parallel ranks"))
-def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_documents(build, plain, layout):
+def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_documents(build, layout):
     run = build(parallel=LAYOUTS[layout])
     train_on_ranks(run, world_size=2)
     rates = read_metrics(run.checkpoint.save, "tokens_per_second_per_rank")
     operations = read_metrics(run.checkpoint.save, "tflops_per_rank")
     vocab_size = load_tokenizer(Path(run.data.tokenizer_model)).vocab_size
-    batches = [json.loads(line) for line in (plain / "batches.jsonl").open()]
+    phases = open_phases(run)
+    batches = [rebuild_batch(run, phases, iteration, checkpoint=None) for iteration in range(1, LAST + 1)]
+    batches = [batch.for_rank(RankPosition()) for batch in batches]
     for iteration, batch in enumerate(batches, start=1):
-        document_tokens, predicted_share = (batch[name] / batch["tokens"] for name in ("pairs", "predicted"))
+        pairs = sum(int((part.cu_seqlens_n.diff() ** 2).sum()) for part in batch.micro_batches)
+        predicted = sum(int((part.labels_m >= 0).sum()) for part in batch.micro_batches)
         planned = training_flops_per_token(
-            run, vocab_size=vocab_size, document_tokens=document_tokens, predicted_share=predicted_share
+            run,
+            vocab_size=vocab_size,
+            document_tokens=pairs / batch.real_tokens,
+            predicted_share=predicted / batch.real_tokens,
         )
         assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(planned)
     efficiencies = read_metrics(run.checkpoint.save, "fill")
     capacity = GLOBAL_BATCH_SIZE * SEQ_LENGTH
-    assert list(efficiencies.values()) == [batch["tokens"] / capacity for batch in batches]
+    assert list(efficiencies.values()) == [batch.real_tokens / capacity for batch in batches]
 
 
 def test_validation_curve_of_a_corpus_does_not_depend_on_other_corpora(build, tiny_corpus):
@@ -101,16 +94,17 @@ def test_validation_curve_of_a_corpus_does_not_depend_on_other_corpora(build, ti
     assert all(min(short[i], long[i]) < whole[i] < max(short[i], long[i]) for i in short)
 
 
-def test_profile_is_a_trace_of_its_iterations_and_does_not_change_losses(build, plain):
-    run = build(logging={"profile": "2-3"})
-    train_on_ranks(run)
+def test_profile_is_a_trace_of_its_iterations_and_does_not_change_losses(build):
+    plain, run = build(), build(logging={"profile": "2-3"})
+    for each in (plain, run):
+        train_on_ranks(each)
     (trace,) = Path(run.checkpoint.save, "profile").iterdir()
     assert trace.name == "iterations_2_to_3.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("ProfilerStep#") for name in names) == 2
     assert "aten::mm" in names
-    assert read_metrics(run.checkpoint.save) == read_metrics(plain)
+    assert read_metrics(run.checkpoint.save) == read_metrics(plain.checkpoint.save)
 
 
 @pytest.mark.parametrize(("slow", "ranks_per_machine"), [(1, 1), (2, 1), (2, 3)])

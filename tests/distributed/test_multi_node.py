@@ -1,10 +1,8 @@
 """Runs of two nodes: two launchers on loopback, and two network namespaces."""
 
-import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,50 +11,14 @@ from pathlib import Path
 import processes
 import pytest
 from processes import Ended
-from ranks import read_metrics, train_on_ranks
-from test_layouts import largest_relative_gap
+from ranks import train_on_ranks
 from tests_tiny import tiny_settings
-from tolerances import LAYOUT_LOSS
 from torch.multiprocessing import ProcessRaisedException
-from training_command import BASH, SCRIPT, environment, flags_of, free_port, run_nodes, start
+from training_command import SCRIPT, environment, flags_of, free_port, run_nodes
 
 from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.runtime.store import serve_store
 from megatron_neobert.training import setup
-
-TRAIN_ITERS = 20  # as in the measurement of LAYOUT_LOSS
-
-
-@pytest.mark.slow
-def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_does(tiny_corpus, tmp_path):
-    def settings_of(name: str, **checkpoint: object):
-        settings = tiny_settings(tiny_corpus, save=tmp_path / name)
-        settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
-        return settings.with_section("checkpoint", **checkpoint)
-
-    one_rank, two_nodes = settings_of("one rank"), settings_of("two nodes", load=str(tmp_path / "two nodes"))
-    nodes = {"NNODES": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    command = [*BASH, *flags_of(two_nodes)]
-    first, second = (start(command, environment(2, NODE_RANK=rank, **nodes)) for rank in (0, 1))
-    with first, second:
-        output = list(itertools.takewhile(lambda line: not line.startswith("iteration 1/"), first.stdout))
-        second.send_signal(signal.SIGTERM)
-        output += first.stdout
-        second_output = second.stdout.read()
-    assert (first.returncode, second.returncode) == (75, 75), output
-    assert any("a stop signal was received" in line for line in output)
-    assert any("on 4 CPU ranks" in line for line in output)
-    assert "iteration" not in second_output, "rank 0 logs for all nodes"
-    stopped_at = max(read_metrics(tmp_path / "two nodes"))
-    assert stopped_at < TRAIN_ITERS
-
-    train_on_ranks(two_nodes, world_size=4)  # resumes; faster than another start of two launchers
-    train_on_ranks(one_rank)
-    expected, losses = read_metrics(tmp_path / "one rank"), read_metrics(tmp_path / "two nodes")
-    assert sorted(losses) == list(range(1, TRAIN_ITERS + 1))
-    gap = largest_relative_gap(expected, losses)
-    print(f"two nodes stopped at {stopped_at}: {gap}")
-    assert gap <= LAYOUT_LOSS.gate
 
 
 def start_both(first: list[str], second: list[str], *, seconds: int = 60, ranks: Sequence[int] = (1, 1)) -> list[Ended]:
