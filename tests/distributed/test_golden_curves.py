@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import quick_only, read_metrics, train_on_ranks
-from test_layouts import CP2, DP2_OVERLAP, PP2, TP2
+from ranks import read_metrics, train_on_ranks
 from test_muon import MUON
 from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
@@ -29,38 +28,35 @@ PHASES = (
     PhaseChange(after_iters=10, global_batch_size=16),
     PhaseChange(after_iters=14, seq_length=64, micro_batch_size=4),
 )
-RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "plain": (1, {}),
-    "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
-    "tensor 2": (2, {"parallel": TP2}),
-    "pipeline 2": (2, {"parallel": PP2}),
-    "context 2": (2, {"parallel": CP2}),
-    "Muon": (1, MUON),
-    "WSD": (1, {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 8}}),
-    "phases": (1, {"training": {"phases": PHASES}}),
+# Runs of one rank; test_layouts.py compares other layouts with one rank.
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "Muon": MUON,
+    "WSD": {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 8}},
+    "phases": {"training": {"phases": PHASES}},
 }
 
 
 def settings_of(name: str, corpus: Any, save: Path) -> Settings:
-    sections = {"model": {"num_layers": 4}, **RUNS[name][1]}
+    sections = {"model": {"num_layers": 4}, **RUNS[name]}
     return tiny_settings(corpus, save=save, **sections).with_section("training", train_iters=STEPS, eval_iters=0)
 
 
-def command_of(name: str, settings: Settings) -> str:
+def command_of(settings: Settings) -> str:
     """Return the command with which a user reproduces the curve."""
     data, save = settings.data, settings.checkpoint.save
     placeholders = {data.data_path[0]: "PREFIX", data.tokenizer_model: "TOKENIZER", save: "SAVE"}
     flags = [placeholders.get(flag, shlex.quote(flag)) for flag in flags_of(settings)]
-    return f"NPROC_PER_NODE={RUNS[name][0]} bash examples/pretrain_neobert.sh {' '.join(flags)}"
+    return f"NPROC_PER_NODE=1 bash examples/pretrain_neobert.sh {' '.join(flags)}"
 
 
 def curve_of(name: str, corpus: Any, save: Path, **training: Any) -> dict[str, Any]:
     settings = settings_of(name, corpus, save)
-    train_on_ranks(settings.with_section("training", **training), world_size=RUNS[name][0])
+    train_on_ranks(settings.with_section("training", **training))
     rates = list(read_metrics(save, "lr").values())
     assert rates == pytest.approx([rate_at(settings, iteration) for iteration in range(1, STEPS + 1)], rel=1e-12)
     curves = {key: list(read_metrics(save, key).values()) for key in ("loss", "grad_norm")}
-    return {"command": command_of(name, settings), **curves}
+    return {"command": command_of(settings), **curves}
 
 
 def gap(expected: list[float], measured: list[float]) -> float:
@@ -76,8 +72,7 @@ def golden(tiny_corpus: Any) -> dict[str, Any]:
     return curves
 
 
-# `make test` runs only the curves of one rank; test_layouts.py compares other layouts with one rank.
-@pytest.mark.parametrize("name", quick_only(RUNS, *(name for name, (ranks, _) in RUNS.items() if ranks == 1)))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_its_golden_curve(tiny_corpus, golden, tmp_path, name):
     curve = curve_of(name, tiny_corpus, tmp_path)
     if os.environ.get("WRITE_GOLDEN"):

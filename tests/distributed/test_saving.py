@@ -1,9 +1,9 @@
 """Checkpoints, saved at once or in the background, are complete or absent, and errors end all ranks."""
 
-import functools
 import os
 import re
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,20 @@ def saves_each_iteration(settings: Any, name: str, **checkpoint: Any) -> Setting
 
 def write_after_the_next_update() -> None:
     """Delay the writing of every file until the next update has changed the weights."""
-    updated = threading.Event()
-    write, save, step = saver._write, Saver.save, loop.train_step
+    write, save = saver._write, Saver.save
 
-    def write_later(*args: Any) -> Any:
-        assert updated.wait(30)
-        return write(*args)
+    def save_later(self: Saver) -> None:
+        saved = self.run.state.iteration
 
-    def save_and_hold(self: Saver) -> None:
-        updated.clear()
-        if self.run.state.iteration == ITERATIONS:  # there is no later update
-            updated.set()
+        def write_later(*args: Any) -> Any:
+            while self.run.state.iteration == saved < ITERATIONS:
+                time.sleep(0.001)
+            return write(*args)
+
+        saver._write = write_later
         save(self)
 
-    def step_and_release(*args: Any) -> Any:
-        result = step(*args)
-        updated.set()
-        return result
-
-    saver._write, Saver.save, loop.train_step = write_later, save_and_hold, step_and_release
+    Saver.save = save_later
 
 
 CASES = {
@@ -116,28 +111,27 @@ def fail_to_publish() -> None:
     saver.publish = publish_or_fail
 
 
-def error_of_all_ranks(run: Settings, *, prepare: Any) -> str:
+def error_of_all_ranks(run: Settings, *, prepare: Callable[[], None]) -> str:
     """Train on two ranks, and return the error message, which must be the same on all ranks.
 
     If a rank did not learn of the error, it would lose the other rank or hang for two minutes, without this message.
     """
     folder = Path(run.checkpoint.save).parent
 
+    def record_error(settings: Settings, watcher: Watcher) -> None:
+        with pytest.raises(NeoBERTError) as caught:
+            loop.run_training(settings, watcher)
+        (folder / f"error.{os.environ['RANK']}").write_text(f"{caught.value.exit_code}: {caught.value}")
+
     def prepare_rank() -> None:
         prepare()
-        ranks.run_training = functools.partial(record_error, ranks.run_training, folder)
+        ranks.run_training = record_error
 
     run = run.with_section("parallel", distributed_timeout_minutes=2)
     train_on_ranks(run, world_size=2, prepare=prepare_rank)
     first, second = ((folder / f"error.{rank}").read_text() for rank in range(2))
     assert first == second
     return first
-
-
-def record_error(run_training: Any, folder: Path, settings: Settings, watcher: Watcher) -> None:
-    with pytest.raises(NeoBERTError) as caught:
-        run_training(settings, watcher)
-    (folder / f"error.{os.environ['RANK']}").write_text(f"{caught.value.exit_code}: {caught.value}")
 
 
 def poison_a_weight_after_the_update() -> None:
