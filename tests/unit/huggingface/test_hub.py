@@ -22,17 +22,13 @@ COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Return the Hub's cache with two revisions of lab/tiny, whose files are links into `blobs`."""
+    """Return a folder like the cache of the Hub, with two revisions of lab/tiny."""
     cache = tmp_path_factory.mktemp("cache")
     repository = cache / "models--lab--tiny"
-    for folder in ("blobs", "refs"):
-        (repository / folder).mkdir(parents=True)
+    (repository / "refs").mkdir(parents=True)
     for seed, (revision, commit) in enumerate(COMMITS.items()):
         (repository / "refs" / revision).write_text(commit)
-        snapshot = write_model(repository / "snapshots" / commit, "Bert", seed=seed)
-        for number, path in enumerate(sorted(snapshot.iterdir())):
-            blob = path.rename(repository / "blobs" / f"{commit}{number}")
-            path.symlink_to(Path("..") / ".." / "blobs" / blob.name)
+        write_model(repository / "snapshots" / commit, "Bert", seed=seed)
     (cache / "models--tiny").symlink_to(repository)
     return cache
 
