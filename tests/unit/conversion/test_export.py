@@ -159,7 +159,7 @@ def test_versions_of_transformers_that_do_not_support_the_layout_are_refused(tmp
     (tmp_path / "config.json").write_text(json.dumps({"model_type": layout}))
     pooling = {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}
     write_module_files(tmp_path, max_seq_length=64, pooling=pooling)
-    settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
+    settings = read_json(tmp_path / "config_sentence_transformers.json")
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
     versions = ("4.47.1", "4.56.2", "4.57.3", "5.2.0", "5.3.0", "5.23.0")
     assert next(version for version in versions if version in supported) == oldest

@@ -1,6 +1,5 @@
 """ONNX graphs of each layout compute the model in onnxruntime; wrong graphs are refused and leave nothing behind."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from commands import run
+from json_files import edit_json, read_json
 from saved_model import WORDS
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
@@ -131,16 +131,16 @@ def write_beside_graph(output: Path, model: Path) -> None:
 def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(copy_of, tmp_path, write, module):
     model, output = copy_of("neobert"), tmp_path / "output"
     names = ("config.json", "tokenizer_config.json")
-    config, tokenizer = (json.loads((model / name).read_text()) for name in names)
+    config, tokenizer = (read_json(model / name) for name in names)
     ours = (model / "modeling_neobert.py").read_text()
     for name in ("modeling_neobert.py", "model.py", "chat_template.jinja"):
         (model / name).write_text("raise SystemExit('ran')")
     theirs = {"AutoConfig": f"{module}.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
-    (model / "config.json").write_text(json.dumps(config | {"auto_map": theirs}))
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": "{% x"}))
+    edit_json(model / "config.json", auto_map=theirs)
+    edit_json(model / "tokenizer_config.json", chat_template="{% x")
     write(output, model)
     assert {path.name: path.read_text() for path in output.glob("*.py")} == {"modeling_neobert.py": ours}
-    assert [json.loads((output / name).read_text()) for name in names] == [config, tokenizer]
+    assert [read_json(output / name) for name in names] == [config, tokenizer]
     assert not (output / "chat_template.jinja").exists()
 
 

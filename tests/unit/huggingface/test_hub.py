@@ -1,6 +1,5 @@
 """Models of the Hugging Face Hub: read from its cache without network, never code or pickles, and clear refusals."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from commands import call
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.utils import filter_repo_objects
-from json_files import write_jsonl
+from json_files import read_json, write_jsonl
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_model
 
 from megatron_neobert.data.tokenizer.files import find_tokenizer_file
@@ -45,7 +44,7 @@ def test_cached_model_is_evaluated_without_network_and_its_results_have_its_name
     code, _, errors = call("evaluate ppl", "--model", "lab/tiny@v1", "--data", texts, "--output", tmp_path / "out")
     assert code == 0, errors
     assert str(offline / COMMITS["v1"]) in errors
-    record = json.loads((tmp_path / "out" / "tiny" / "pseudo_perplexity.json").read_text())
+    record = read_json(tmp_path / "out" / "tiny" / "pseudo_perplexity.json")
     assert record["model"] == {"name": "tiny", "fingerprint": fingerprint(offline / COMMITS["v1"])}
 
 

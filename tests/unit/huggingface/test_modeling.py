@@ -1,6 +1,5 @@
 """Outputs, losses, attention and folders of the model follow the conventions of transformers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import transformers
 from commands import PUBLISHED
+from json_files import read_json
 from tiny_neobert import FlashKernel, build_config, build_documents, build_model, gap, logits_alone, pack, pad
 from torch import Tensor
 from torch.nn import functional as F
@@ -227,12 +227,12 @@ def test_forward_compiles_to_one_graph_for_all_lengths(batch: dict[str, torch.Te
 
 
 def test_published_config_is_read_and_saved_with_the_names_of_this_code(tmp_path: Path):
-    published = json.loads((PUBLISHED / "config.json").read_text(encoding="utf-8"))
+    published = read_json(PUBLISHED / "config.json")
     config = NeoBERTConfig.from_dict({**published, "max_length": 2048})
     assert config.max_position_embeddings == 2048
     assert (config.hidden_size, config.norm_eps, config.rope_theta, config.dim_head) == (768, 1e-5, 10_000.0, 64)
     config.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    saved = read_json(tmp_path / "config.json")
     assert saved["max_position_embeddings"] == 2048
     assert "max_length" not in saved
     assert saved["auto_map"] == AUTO_MAP, "the published file is not in the saved folder"

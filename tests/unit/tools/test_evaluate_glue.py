@@ -1,12 +1,12 @@
 """`neobert evaluate glue` resumes after a kill, runs in several processes, and refuses impossible settings."""
 
-import json
 import signal
 import subprocess
 
 import psutil
 import pytest
 from commands import ENVIRONMENT, call, command_line
+from json_files import read_json
 from unit.evaluation.glue_inputs import write_inputs
 
 SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", "8", "--learning-rate", "3e-3")
@@ -22,11 +22,9 @@ def arguments_of(inputs, output, *more):
 
 
 def results_of(inputs, output):
-    tasks = json.loads((inputs / output / "model" / "glue.json").read_text())["results"]["tasks"]
-    return {
-        name: {key: value for key, value in task.items() if key not in ("seconds", "kept")}
-        for name, task in tasks.items()
-    }
+    tasks = read_json(inputs / output / "model" / "glue.json")["results"]["tasks"]
+    ignored = {"seconds": None, "kept": None}
+    return {name: task | ignored for name, task in tasks.items()}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import call
-from json_files import edit_json, write_jsonl
+from json_files import edit_json, read_json, write_jsonl
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub
 
 
@@ -47,7 +47,7 @@ def test_fetched_tasks_are_evaluated(inputs, evaluate):
     tasks = ("--tasks", "NFCorpus", "BIOSSES")
     _, output, _ = evaluate(*tasks)
     results_folder = folder / "out" / "model"
-    results = json.loads((results_folder / "mteb.json").read_text())["results"]
+    results = read_json(results_folder / "mteb.json")["results"]
     assert list(results["tasks"]) == list(tasks[1:])
     scores = [results["tasks"][task]["score"] for task in tasks[1:]]
     table = (results_folder / "mteb.md").read_text()
@@ -74,8 +74,7 @@ def test_score_is_kept_until_settings_the_model_or_files_of_the_data_change(inpu
     def measure(*options):
         code, output, errors = evaluate("--device", "cpu", "--tasks", "BIOSSES", *options)
         assert code in (None, 0), errors
-        record = json.loads(Path("out/model/mteb.json").read_text())
-        return "(kept)" in output, record["results"]["tasks"]["BIOSSES"]["score"]
+        return "(kept)" in output, read_json(Path("out/model/mteb.json"))["results"]["tasks"]["BIOSSES"]["score"]
 
     choices = [(), ("--max-length", "8"), ("--instructions", "file.yaml"), ("--batch-size", "3")]
     scores = {choice: measure(*choice) for choice in choices}

@@ -1,10 +1,8 @@
 """`neobert evaluate ppl` as a user calls it: a first time, a second time, and refused."""
 
-import json
-
 import pytest
 from commands import call
-from json_files import write_jsonl
+from json_files import read_json, write_jsonl
 from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, write_model
 
 
@@ -59,7 +57,7 @@ def test_models_are_measured_at_every_length_they_support_and_shown_in_the_repor
     models = (folder / "bert", folder / "ours")
     _, printed, _ = call("evaluate throughput", "--model", *models, "--output", output, *SIZES)
     assert f"not measured: bert, {LONGEST + 8} tokens; at most {LONGEST} learned positions" in printed
-    records = [json.loads((output / name / "throughput.json").read_text()) for name in ("bert", "ours")]
+    records = [read_json(output / name / "throughput.json") for name in ("bert", "ours")]
     rows = [row for record in records for row in record["results"]["rows"]]
     lengths = {(row["model"], row["length"]) for row in rows}
     assert lengths == {("bert", 16), ("ours", 16), ("ours", LONGEST + 8)}
