@@ -1,7 +1,8 @@
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import asdict, replace
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -176,18 +177,16 @@ def test_a_concatenated_window_has_every_document_once_between_one_cls_and_one_s
     documents = Documents(numbers, corpus.lengths[numbers], epochs_n=np.full(150, 3))
     packed = concatenate_documents(documents, seq_length=64, long_documents=long_documents)
     segments = packed.segments
-    by_document = defaultdict(list)
-    columns = (segments.documents_n, segments.starts_n, segments.lengths_n, segments.has_cls_n, segments.has_sep_n)
-    for number, start, length, cls, sep in zip(*(column.tolist() for column in columns), strict=True):
-        by_document[number].append((start, start + length, cls, sep))
-    assert set(by_document) == set(range(150))
-    for number, ranges in by_document.items():
+    stops_n = segments.starts_n + segments.lengths_n
+    columns = (segments.documents_n, segments.starts_n, stops_n, segments.has_sep_n, segments.has_cls_n)
+    rows = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    documents = [list(zip(*ranges, strict=True)) for _, ranges in groupby(rows, key=itemgetter(0))]
+    assert [numbers[0] for numbers, *_ in documents] == list(range(150))
+    for (number, *later), starts, stops, sep, cls in documents:
         length = min(62, corpus.lengths[number]) if long_documents == "truncate" else corpus.lengths[number]
-        ranges.sort(key=lambda values: (values[0], values[1], values[3]))
-        starts, stops, cls, sep = map(list, zip(*ranges, strict=True))
-        assert cls == [True] + [False] * (len(ranges) - 1)
-        assert sep == [False] * (len(ranges) - 1) + [True]
-        assert starts == [0, *stops[:-1]] and stops[-1] == length
+        assert cls == (True, *[False] * len(later))
+        assert sep == (*[False] * len(later), True)
+        assert starts == (0, *stops[:-1]) and stops[-1] == length
     assert set(segments.epochs_n.tolist()) == {3}
     sizes = np.add.reduceat(segments.packed_lengths_n, packed.offsets[:-1])
     assert sorted(sizes.tolist())[1:] == [64] * (len(packed) - 1)

@@ -13,53 +13,46 @@ class StoppedByTest(Exception):
 
 
 @pytest.fixture
-def done(monkeypatch):
-    """Names of the input files whose chunks were tokenized. The run ends after `done.limit` chunks."""
+def allow(monkeypatch):
+    """Return a function that lets this number of chunks be tokenized, and ends the run at the next one."""
 
-    class Done(list):
-        limit = None
+    def allow(chunks):
+        remaining = iter(range(chunks))
 
-    names = Done()
+        def tokenize(job):
+            if next(remaining, None) is None:
+                raise StoppedByTest
+            return tokenize_chunk(job)
 
-    def tokenize(job):
-        if names.limit == len(names):
-            raise StoppedByTest
-        names.append(job.chunk.path.rpartition("/")[2])
-        return tokenize_chunk(job)
+        monkeypatch.setattr(run_module, "tokenize_chunk", tokenize)
 
-    monkeypatch.setattr(run_module, "tokenize_chunk", tokenize)
-    return names
-
-
-def stop_after(workspace, done, chunks, **settings):
-    done.clear()
-    done.limit = chunks
-    with pytest.raises(StoppedByTest):
-        workspace.run(**settings)
-    done.limit = None
-    done.clear()
+    return allow
 
 
 @pytest.mark.parametrize("finished", range(7))
-def test_resumed_run_tokenizes_the_other_chunks_and_gives_the_same_bytes(workspace, done, finished):
+def test_resumed_run_tokenizes_the_other_chunks_and_gives_the_same_bytes(workspace, allow, finished):
     add_mixed_inputs(workspace)
     workspace.run("whole")
-    done.clear()
-    stop_after(workspace, done, finished)
+    allow(finished)
+    with pytest.raises(StoppedByTest):
+        workspace.run()
     assert (workspace.folder / "out" / "run_content_document.partial").exists() == (finished > 0)
+    allow(7 - finished)
     workspace.run(resume=True)
-    assert len(done) == 7 - finished
     assert workspace.contents() == workspace.contents("whole")
 
 
-def test_input_files_may_be_added_and_removed_before_a_run_is_resumed(workspace, done):
+def test_input_files_may_be_added_and_removed_before_a_run_is_resumed(workspace, allow):
     for name in ("b", "c", "d"):
         workspace.add_texts(f"{name}.jsonl", f"hello xyz {name}")
-    stop_after(workspace, done, 2)
+    allow(2)
+    with pytest.raises(StoppedByTest):
+        workspace.run()
     (workspace.inputs / "c.jsonl").unlink()
     workspace.add_texts("a.jsonl", "world")
+    allow(2)  # a and d
     workspace.run(resume=True)
-    assert done == ["a.jsonl", "d.jsonl"]
+    allow(3)
     workspace.run("fresh")
     assert workspace.contents() == workspace.contents("fresh")
 
@@ -88,12 +81,14 @@ def test_corpus_of_other_settings_or_files_is_not_complete(workspace, monkeypatc
     assert not is_complete(plan_preprocessing(workspace.settings(**same | changes)))
 
 
-def test_interrupted_run_with_overwrite_is_not_complete(workspace, done):
+def test_interrupted_run_with_overwrite_is_not_complete(workspace, allow):
     add_mixed_inputs(workspace)
     workspace.run()
-    stop_after(workspace, done, 3, overwrite=True, max_document_bytes=1000)
+    allow(3)
+    with pytest.raises(StoppedByTest):
+        workspace.run(overwrite=True, max_document_bytes=1000)
     again = {"overwrite": True, "resume": True, "max_document_bytes": 1000}
+    allow(4)
     assert not is_complete(plan_preprocessing(workspace.settings(**again)))
     workspace.run(**again)
-    assert len(done) == 4
     assert workspace.corpus().manifest.filters["max_document_bytes"] == 1000
