@@ -34,15 +34,14 @@ from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError, ConfigError, OutputError
 
-FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" for rank in range(4)))
-TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
+FILES = ("train_state.json", "settings.yaml", "rank_00000.safetensors", "rank_00001.safetensors", "tokenizer/vocab.txt")
 
 
 def save_files(save: Path, iteration: int) -> Path:
     final = iteration_folder(save, iteration)
     temporary = prepare_folder(final)
     (temporary / "tokenizer").mkdir()
-    for name in (*FILES, *(f"tokenizer/{name}" for name in TOKENIZER_FILES)):
+    for name in FILES:
         (temporary / name).write_text("content")
     write_manifest(temporary, {})
     publish(temporary, final)
@@ -130,7 +129,7 @@ def test_crash_at_any_file_system_event_of_a_save_leaves_an_undamaged_newest_che
         shutil.copytree(tmp_path / "template", save)
         changes = count_changes(partial(save_and_prune, save, 3), killed_at=len(iterations) + 1)
         iterations.append(restart(save))
-    assert len(iterations) > 60
+    assert len(iterations) > 40
     assert iterations == sorted(iterations) and set(iterations) == found
 
 

@@ -91,16 +91,23 @@ def write_corpus(
     *,
     overwrite: bool = False,
     shard_bytes: int | None = None,
+    inputs: Sequence[str] | None = None,
 ) -> Manifest:
     """Write a corpus of these documents: one chunk, or one chunk per document if `shard_bytes` is given.
 
-    Without `tokenizer`, the vocabulary has 100 ids.
+    Args:
+        tokenizer: None for a vocabulary of 100 ids.
+        inputs: Name of the input file of each chunk.
     """
     files, tokenizer = corpus_files(prefix), tokenizer or numbered_tokenizer(100)
     refuse_existing(files, overwrite=overwrite)
     files.partial.mkdir()
     groups = [documents] if shard_bytes is None else [[document] for document in documents]
-    chunks = [write_chunk(files.partial, number, group, tokenizer) for number, group in enumerate(groups)]
+    inputs = inputs or ["shard"] * len(groups)
+    chunks = [
+        write_chunk(files.partial, number, group, tokenizer, input=inputs[number])
+        for number, group in enumerate(groups)
+    ]
     manifest = writer.write_corpus(chunks, files, tokenizer, shard_bytes=shard_bytes, text_key="content", filters={})
     shutil.rmtree(files.partial)
     return manifest

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from unit.data.preprocess_workspace import Workspace
-from unit.data.small_corpus import write_attributes, write_vocabulary
+from unit.data.small_corpus import write_attributes, write_corpus
 
 from megatron_neobert.config.data_path import curve_names
 from megatron_neobert.config.schema import DataConfig
@@ -48,15 +48,12 @@ def test_with_corpora_for_validation_each_has_a_curve_and_all_other_documents_ar
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(place):
-    (place.folder / "other").mkdir()
-    other = Workspace(place.folder / "other")
-    write_vocabulary(other.vocab, ["hello"])
-    other.add_texts("a.jsonl", "hello")
-    other.run()
+    write_corpus(place.folder / "other", [[7]])
+    other = str(place.folder / "other")
     with pytest.raises(DataError, match="was written with tokenizer"):
-        opened(place, valid_data_path=(str(other.corpus().prefix),))
+        opened(place, valid_data_path=(other,))
     with pytest.raises(DataError, match="was written with tokenizer"):
-        opened(place, "1", prefix(place), "1", str(other.corpus().prefix))
+        opened(place, "1", prefix(place), "1", other)
 
 
 def test_a_blend_splits_every_component_alike_and_then_chooses_by_length(place):

@@ -32,15 +32,6 @@ def stream_of(settings: Settings) -> BatchStream:
     return build_stream(settings, open_phases(settings))
 
 
-def all_changes(corpus: Any) -> tuple[PhaseChange, ...]:
-    return (
-        PhaseChange(after_iters=2, mask_prob=0.1, mask_replacement="bert"),
-        PhaseChange(after_iters=4, objective="clm", global_batch_size=8),
-        PhaseChange(after_iters=6, seq_length=128, micro_batch_size=1),
-        PhaseChange(after_iters=9, data_path=blend(corpus), mask_prob=0.05),
-    )
-
-
 def blend(corpus: Any) -> tuple[str, ...]:
     """Return the --data-path of the corpus and its longer documents."""
     return ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
@@ -56,7 +47,13 @@ def documents_of(stream: BatchStream, count: int) -> list[list[tuple[int, int]]]
 
 def test_a_run_that_resumes_at_any_iteration_has_the_batches_of_an_uninterrupted_run(tiny_corpus):
     """Also between phases; iteration and cursor suffice."""
-    stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
+    phases = (
+        PhaseChange(after_iters=2, mask_prob=0.1, mask_replacement="bert"),
+        PhaseChange(after_iters=4, objective="clm", global_batch_size=8),
+        PhaseChange(after_iters=6, seq_length=128, micro_batch_size=1),
+        PhaseChange(after_iters=9, data_path=blend(tiny_corpus), mask_prob=0.05),
+    )
+    stream = stream_of(settings_of(tiny_corpus, *phases))
     whole = list(islice(stream.rank_batches(), ITERATIONS))
     sizes = [(len(step.micro_batches), len(step.micro_batches[0].tokens_t)) for step in whole]
     assert sizes == [(2, 128)] * 4 + [(4, 128)] * 2 + [(8, 128)] * 6

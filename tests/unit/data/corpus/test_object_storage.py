@@ -36,6 +36,12 @@ def original(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def expected(original):
+    """The first batches of the local corpus."""
+    return batches(Corpus(original / "P"), steps=40)
+
+
 @pytest.fixture
 def server(original, tmp_path, monkeypatch):
     """A server with a copy of the corpus, which tests may change."""
@@ -74,10 +80,10 @@ def replace_objects(server, time):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_equal_those_of_the_local_corpus_and_each_block_is_fetched_once(server, storage, original, workers):
+def test_batches_equal_those_of_the_local_corpus_and_each_block_is_fetched_once(server, storage, expected, workers):
     corpus = Corpus(f"{server.url}/P", storage)
     assert not count_requests(server, ".bin")
-    assert batches(corpus, workers=workers) == batches(Corpus(original / "P"))
+    assert batches(corpus, workers=workers) == expected[:12]
     # Both workers read the same windows.
     assert set(count_requests(server, ".bin").values()) == {1}
     check_content(corpus)
@@ -114,17 +120,17 @@ def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp
             copy.write_bytes(copy.read_bytes()[::-1])
 
 
-def test_blocks_stay_below_the_limit_and_batches_are_the_same(server, storage, original, monkeypatch):
+def test_blocks_stay_below_the_limit_and_batches_are_the_same(server, storage, expected, monkeypatch):
     monkeypatch.setattr(object_storage, "LIMIT_BYTES", 6 * BLOCK_BYTES)
-    assert batches(Corpus(f"{server.url}/P", storage), steps=40) == batches(Corpus(original / "P"), steps=40)
+    assert batches(Corpus(f"{server.url}/P", storage), steps=40) == expected
     storage.fetching.threads.shutdown()
     storage.add_written(BLOCK_BYTES)
     assert 0 < sum(path.stat().st_size for path in cached_blocks(storage)) <= 6 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "empty", "removed"])
-def test_damaged_block_of_the_cache_is_fetched_again(server, storage, original, damage):
-    before = batches(Corpus(f"{server.url}/P", storage))
+def test_damaged_block_of_the_cache_is_fetched_again(server, storage, expected, damage):
+    assert batches(Corpus(f"{server.url}/P", storage)) == expected[:12]
     # Threads may still be writing prefetched blocks.
     storage.fetching.threads.shutdown()
     for path in cached_blocks(storage):
@@ -132,13 +138,12 @@ def test_damaged_block_of_the_cache_is_fetched_again(server, storage, original, 
         content[7] ^= 1
         after = {"changed": content, "cut": content[:-9], "empty": b""}.get(damage)
         path.unlink() if after is None else path.write_bytes(after)
-    assert batches(Corpus(f"{server.url}/P", ObjectStorage(storage.folder))) == before
-    assert before == batches(Corpus(original / "P"))
+    assert batches(Corpus(f"{server.url}/P", ObjectStorage(storage.folder))) == expected[:12]
     assert max(count_requests(server, ".bin").values()) == 2
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "short"])
-def test_failed_requests_are_repeated(server, storage, original, fault):
+def test_failed_requests_are_repeated(server, storage, expected, fault):
     requests = Counter()
 
     def fail_twice(method, name):
@@ -149,7 +154,7 @@ def test_failed_requests_are_repeated(server, storage, original, fault):
         return fault if requests[method, name] <= 2 else None
 
     server.fault_of = fail_twice
-    assert batches(Corpus(f"{server.url}/P", storage)) == batches(Corpus(original / "P"))
+    assert batches(Corpus(f"{server.url}/P", storage)) == expected[:12]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -170,11 +175,11 @@ def test_object_that_is_replaced_during_a_run_ends_the_run(server, storage):
     assert not cached_blocks(storage)
 
 
-def test_block_of_a_replaced_object_is_not_taken_from_the_cache(server, storage, original):
+def test_block_of_a_replaced_object_is_not_taken_from_the_cache(server, storage, expected):
     for time in (1, 2):
         replace_objects(server, time)
         storage = ObjectStorage(storage.folder)
-        assert batches(Corpus(f"{server.url}/P", storage)) == batches(Corpus(original / "P"))
+        assert batches(Corpus(f"{server.url}/P", storage)) == expected[:12]
         # Wait for prefetched blocks.
         storage.fetching.threads.shutdown()
         assert set(count_requests(server, ".bin").values()) == {time}
@@ -232,10 +237,12 @@ def bucket(original, monkeypatch):
     server.stop()
 
 
-def test_batches_from_s3_equal_those_of_the_local_corpus_until_an_object_is_replaced(bucket, original, tmp_path):
+def test_batches_from_s3_equal_those_of_the_local_corpus_until_an_object_is_replaced(
+    bucket, original, expected, tmp_path
+):
     for workers in (0, 1):
         corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / f"cache {workers}"))
-        assert batches(corpus, workers=workers) == batches(Corpus(original / "P"))
+        assert batches(corpus, workers=workers) == expected[:12]
     corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / "another cache"))
     for path in original.glob("P*.bin"):
         bucket.pipe_file(f"bucket/{path.name}", path.read_bytes()[::-1])

@@ -147,11 +147,9 @@ def test_comparisons_per_document_of_a_family_are_bounded():
 
 @pytest.fixture(scope="module")
 def expected(planted, tmp_path_factory):
-    """The drop list of one worker with one bucket per band."""
+    """The drop list of one worker, one range and one bucket per band."""
     output = tmp_path_factory.mktemp("expected") / "list"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "RANGE_DOCUMENTS", 100)
-        find(output, planted[0])
+    find(output, planted[0])
     return output.read_bytes()
 
 
