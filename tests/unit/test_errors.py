@@ -74,17 +74,14 @@ def test_command_without_standard_output_ends_with_its_exit_code():
     assert (finished.returncode, finished.stderr) == (3, "")
 
 
-def test_error_of_a_single_rank_is_printed_with_its_rank():
-    soon = "errors._SECONDS_UNTIL_TERMINATED = 0.1"
-    finished = run_raising("CheckpointError('a')", before=soon, RANK="11", LOCAL_RANK="3")
-    assert finished.stderr == "error on rank 11: a\n"
-
-
-@pytest.mark.parametrize(("error", "local_rank"), [("CheckpointError", "0"), ("LauncherError", "3")])
-def test_first_rank_of_a_node_and_launcher_errors_are_printed_at_once(error, local_rank):
-    finished = run_raising(
-        f"{error}('a')", before="errors._SECONDS_UNTIL_TERMINATED = 1e9", RANK="8", LOCAL_RANK=local_rank
-    )
+@pytest.mark.parametrize(
+    ("error", "local_rank", "wait_seconds"),
+    [("CheckpointError", "0", 1e9), ("LauncherError", "3", 1e9), ("CheckpointError", "3", 0.1)],
+    ids=["first rank of a node", "launcher", "another rank"],
+)
+def test_error_is_printed_with_its_rank_at_once_or_after_the_wait_for_torchrun(error, local_rank, wait_seconds):
+    wait = f"errors._SECONDS_UNTIL_TERMINATED = {wait_seconds}"
+    finished = run_raising(f"{error}('a')", before=wait, RANK="8", LOCAL_RANK=local_rank)
     assert finished.stderr == "error on rank 8: a\n"
 
 

@@ -115,20 +115,16 @@ def saved_run(settings: Settings, corpus_sha256: str, **changes: Any) -> SavedRu
     return SavedRun(folder=FOLDER, settings=settings, iteration=10, corpus_sha256=corpus_sha256, **record)
 
 
-def start(
-    now: Settings,
-    *,
-    read: tuple[tuple[str, int], ...],
-    last: str,
-    hashes: tuple[str, ...],
-    weights_only: bool = False,
-) -> None:
-    """Continue a run that has read corpora, the last of them `last`. `hashes` are those of the new phases."""
+def start(now: Settings, *, read: tuple[tuple[str, int], ...], last: str, hashes: tuple[str, ...]) -> None:
+    """Continue a run that has read corpora, the last of them `last`. `hashes` are those of the new phases.
+
+    Without a `last` corpus, the run is the output of a conversion or an average.
+    """
     run = saved_run(
         data_of("A") if last else Settings(),
         last,
         read_corpora=[ReadCorpus(*each, split="99,1") for each in read],
-        weights_only=weights_only,
+        weights_only=not last,
     )
     corpora = [{name[0]: f"prefix {name}"} for name in hashes]
     refuse_unfit_checkpoint(run, now, hashes, corpora, has_new_data=True)
@@ -148,36 +144,29 @@ REPEATED = {
 def test_batches_that_a_run_or_a_run_before_it_has_read_are_not_read_again(case):
     now, read, last, hashes, seed = REPEATED[case]
     with pytest.raises(ConfigError, match=f"would repeat the batches of prefix .*; add --seed {seed}"):
-        start(now, read=read, last=last, hashes=hashes, weights_only=not last)
-    start(now.with_section("training", seed=seed), read=read, last=last, hashes=hashes, weights_only=not last)
-    start(now, read=(("other", 0),), last=last, hashes=hashes, weights_only=not last)
+        start(now, read=read, last=last, hashes=hashes)
+    start(now.with_section("training", seed=seed), read=read, last=last, hashes=hashes)
+    start(now, read=(("other", 0),), last=last, hashes=hashes)
 
 
 def test_run_that_continues_at_the_position_of_the_other_run_repeats_nothing():
     start(data_of("/abs/A"), read=(("a", 0),), last="a", hashes=("a",))
 
 
-@pytest.mark.parametrize(
-    ("changed", "identity", "message"),
-    [
-        ({"data": {"seq_length": 32}}, "a", "--seq-length was 1024 and is now 32"),
-        ({"data": {"mask_prob": 0.4}}, "a", "--mask-prob was 0.2 and is now 0.4"),
-        ({"training": {"global_batch_size": 16}}, "a", "--global-batch-size was 2048 and is now 16"),
-        ({}, "a:max=500", "was trained on the corpus with sha256 a, but --data-path A has a:max=500"),
-    ],
-)
-def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_phase(changed, identity, message):
+def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_phase():
     """Validation uses them in all phases."""
-    same = {"seq_length": 1024, "mask_prob": 0.2, "global_batch_size": 2048}
-    before = data_of("A", phases=(PhaseChange(after_iters=6, data_path=("B",), **same),))
-    now = before
-    for section, values in changed.items():
-        now = now.with_section(section, **values)
+    before = data_of("A", phases=(PhaseChange(after_iters=6, data_path=("B",), seq_length=1024),))
     saved = saved_run(before, "b", first_corpus_sha256="a")
-    corpora = [{"a": "A"}, {"b": "B"}]
-    refuse_unfit_checkpoint(saved, before, ["a", "b"], corpora, has_new_data=False)
+
+    def resume(now: Settings, identity: str) -> None:
+        refuse_unfit_checkpoint(saved, now, [identity, "b"], [{"a": "A"}, {"b": "B"}], has_new_data=False)
+
+    resume(before, "a")
+    with pytest.raises(CheckpointError, match="--seq-length was 1024 and is now 32"):
+        resume(before.with_section("data", seq_length=32), "a")
+    message = "was trained on the corpus with sha256 a, but --data-path A has a:max=500"
     with pytest.raises(CheckpointError, match=message):
-        refuse_unfit_checkpoint(saved, now, [identity, "b"], corpora, has_new_data=False)
+        resume(before, "a:max=500")
 
 
 def warnings_of(now: Settings, *, split: str = "99,1", train_iters: int = 100) -> str:

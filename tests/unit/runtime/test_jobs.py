@@ -1,4 +1,4 @@
-"""Resumable jobs: finished jobs are recognised, a folder has one run, and workers end with their parent."""
+"""Resumable jobs: finished jobs are recognised, a folder has one run, and workers serve all of its jobs."""
 
 import os
 import sys
@@ -146,12 +146,6 @@ def test_error_of_a_full_disk_names_the_folder(folder):
 # --- workers
 
 
-def exit_at_three(job):
-    if job.number == 3:
-        os._exit(7)
-    return run_job(job)
-
-
 def pid_of_worker(job):
     return os.getpid()
 
@@ -185,13 +179,6 @@ def test_progress_bar_begins_at_zero_and_counts_the_sizes_of_the_jobs(tmp_path, 
     terminal.reset_mock()
     list(progress_bar(iterable=[1, 2], desc="shards", unit="shard"))
     assert terminal.write.call_args_list[0].args[0].startswith("\rshards:   0%")
-
-
-def test_worker_that_exits_ends_the_run(tmp_path):
-    """test_preprocess_killed.py tests killed and interrupted workers."""
-    died = r"a worker process died at \d or a job beside it; .*fewer --workers"
-    with pytest.raises(ChildProcessError, match=died), JobRunner(JobOptions(workers=2)) as runner:
-        list(runner.run(exit_at_three, squares(tmp_path, range(6))))
 
 
 def test_workers_serve_all_jobs_of_a_command(tmp_path):
