@@ -13,12 +13,14 @@ import enum
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -38,30 +40,13 @@ needs_sources = pytest.mark.skipif(
     not SOURCES.is_dir(), reason=f"no sources of Transformer Engine in {SOURCES}; see tools/prepare_environment.sh"
 )
 
-# Enums whose values Transformer Engine uses. Of other enums it uses only the names.
-_VALUES = {
-    "DType": {
-        "kByte": 0,
-        "kInt32": 2,
-        "kFloat32": 4,
-        "kFloat16": 5,
-        "kBFloat16": 6,
-        "kFloat8E4M3": 7,
-        "kFloat8E5M2": 8,
-        "kFloat4E2M1": 10,
-    },
-    "NVTE_Fused_Attn_Backend": {
-        "NVTE_F16_max512_seqlen": 0,  # newer versions do not have it, and compare their list with this one
-        "NVTE_F16_arbitrary_seqlen": 1,
-        "NVTE_FP8": 2,
-        "NVTE_No_Backend": -1,
-    },
-    "FP8FwdTensors": {
-        f"GEMM{n}_{what}": 3 * n - 3 + i for n in (1, 2, 3) for i, what in enumerate(("INPUT", "WEIGHT", "OUTPUT"))
-    },
-    "FP8BwdTensors": {
-        f"GRAD_{what}{n}": 2 * n - 2 + i for n in (1, 2, 3) for i, what in enumerate(("OUTPUT", "INPUT"))
-    },
+# Enums that Transformer Engine counts or copies. Of other enums it reads only members.
+_ENUMS = {
+    "DType": [*fp8.DTYPES, "kFloat4E2M1"],
+    # Newer versions do not have the first, and compare their list with this one.
+    "NVTE_Fused_Attn_Backend": ["NVTE_F16_max512_seqlen", "NVTE_F16_arbitrary_seqlen", "NVTE_FP8", "NVTE_No_Backend"],
+    "FP8FwdTensors": [f"GEMM{n}_{what}" for n in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
+    "FP8BwdTensors": [f"GRAD_{what}{n}" for n in (1, 2, 3) for what in ("OUTPUT", "INPUT")],
 }
 _CLASSES = ("CommOverlap", "CommOverlapBase", "CommOverlapCore", "CommOverlapHelper", "CommOverlapP2P", "FP8TensorMeta")
 
@@ -70,19 +55,15 @@ class _Names:
     """An enum of the extension. Each name that Transformer Engine reads becomes a member."""
 
     def __init__(self) -> None:
-        self._members: list[_Name] = []
+        self._values = itertools.count()
 
     def __getattr__(self, name: str) -> "_Name":
         if name.startswith("_"):
             raise AttributeError(name)
-        member = _Name(len(self._members))
+        member = _Name(next(self._values))
         member.name = name
-        self._members.append(member)
         setattr(self, name, member)
         return member
-
-    def __call__(self, value: int) -> "_Name":
-        return self._members[value]
 
 
 class _Name(int):
@@ -98,7 +79,7 @@ class _Extension(types.ModuleType):
         self.__dict__.update(
             (name, wrap(value)) for name, value in functions.items() if isinstance(value, types.FunctionType)
         )
-        self.__dict__.update((name, enum.IntEnum(name, values)) for name, values in _VALUES.items())
+        self.__dict__.update((name, enum.IntEnum(name, members, start=0)) for name, members in _ENUMS.items())
         self.__dict__.update((name, type(name, (), {})) for name in _CLASSES)
 
     def __getattr__(self, name: str) -> Any:
@@ -118,21 +99,6 @@ def _not_emulated(name: str) -> Callable[..., Any]:
     return function
 
 
-class _Triton(types.ModuleType):
-    """A module in which Triton kernels can be defined, but not launched."""
-
-    __path__: ClassVar[list[str]] = []
-    __version__ = "3.5.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args and callable(args[0]) else self
-
-
 class _OnCpu(TorchFunctionMode):
     """Replace "cuda" by "cpu" in all calls of torch."""
 
@@ -143,11 +109,6 @@ class _OnCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         args = tuple(torch.device("cpu") if isinstance(a, torch.device) and a.type == "cuda" else a for a in args)
         return function(*args, **kwargs)
-
-
-class _Stream:
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 def _asked_by_transformer_engine(callers: int = 1) -> bool:
@@ -167,7 +128,7 @@ def install() -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_name = lambda device=None: GPU
     cuda.is_current_stream_capturing = lambda: False
-    cuda.current_stream = lambda device=None: _Stream()
+    cuda.current_stream = lambda device=None: MagicMock()
     torch.version.cuda = CUDA
     cuda.is_available = _asked_by_transformer_engine
     is_cuda = torch._C.TensorBase.is_cuda
@@ -186,12 +147,14 @@ def load_package(wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lamb
     """
     assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine when it is imported"
     if "F16_max512_seqlen" not in (SOURCES / "transformer_engine/pytorch/cpp_extensions/fused_attn.py").read_text():
-        del _VALUES["NVTE_Fused_Attn_Backend"]["NVTE_F16_max512_seqlen"]
+        _ENUMS["NVTE_Fused_Attn_Backend"].remove("NVTE_F16_max512_seqlen")
     sys.modules["transformer_engine_torch"] = _Extension(wrap)
     if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs do not include it
         importlib.import_module("torch._dynamo")  # before, or it would use the replacement
         for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
-            sys.modules[name] = _Triton(name)
+            sys.modules[name] = MagicMock(
+                __path__=[], __version__="3.5.0"
+            )  # Triton kernels can be defined, not launched
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # before the import, which defines functions
         importlib.import_module(

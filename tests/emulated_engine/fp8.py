@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_DTYPES = {
-    0: torch.uint8,
-    2: torch.int32,
-    4: torch.float32,
-    5: torch.half,
-    6: torch.bfloat16,
-    7: torch.float8_e4m3fn,
-    8: torch.float8_e5m2,
+DTYPES = {
+    "kByte": torch.uint8,
+    "kInt32": torch.int32,
+    "kFloat32": torch.float32,
+    "kFloat16": torch.half,
+    "kBFloat16": torch.bfloat16,
+    "kFloat8E4M3": torch.float8_e4m3fn,
+    "kFloat8E5M2": torch.float8_e5m2,
 }
 _BLOCK = 128  # values along the inner dimension that share a scale: Float8BlockQuantizer.block_len
 
 
 def torch_dtype(te_dtype: Any) -> torch.dtype:
-    return _DTYPES[int(te_dtype)]
+    return DTYPES[te_dtype.name]
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -43,8 +43,7 @@ def _scale_of(amax: Tensor, largest: float, *, epsilon: float, power_of_two: boo
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    if noop is not None and noop.item() != 0:
-        return output
+    assert noop is None or noop.item() == 0, "skipping an update is not emulated"
     if output is None:
         output = make_empty(quantizer, list(tensor.shape), tensor.dtype)
     values = flat(tensor.detach()).float()
@@ -53,8 +52,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         return output
     amax, largest = values.abs().amax().reshape(1), _largest(quantizer.dtype)
     if type(quantizer).__name__ == "Float8CurrentScalingQuantizer":
-        if getattr(quantizer, "use_existing_amax", False):
-            amax = quantizer.amax
+        assert not getattr(quantizer, "use_existing_amax", False), "not emulated"
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
         scale = _scale_of(amax, largest, epsilon=quantizer.amax_epsilon, power_of_two=quantizer.force_pow_2_scales)
@@ -159,13 +157,6 @@ def values_of(tensor: Any, *, columnwise: bool) -> Tensor:
         values = _unblock(data, scale, tensor._fp8_dtype, two_d=tensor._is_2D_scaled)
         return values.t() if columnwise else values
     return flat(tensor).float()
-
-
-def dequantize(input: Any, otype: Any) -> Tensor:
-    rows = getattr(input, "_data", None)
-    has_rows = rows is not None or getattr(input, "_rowwise_data", None) is not None
-    values = values_of(input, columnwise=not has_rows)
-    return values.to(torch_dtype(otype)).reshape(values.shape if rows is None else rows.shape)
 
 
 def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:

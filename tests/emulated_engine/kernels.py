@@ -14,10 +14,6 @@ def get_cudnn_version() -> int:
     return 91900
 
 
-def get_cublasLt_version() -> int:
-    return 130100
-
-
 def generic_gemm(
     A: Any, transA: bool, B: Any, transB: bool, D: Tensor | None, quantizer: Any, output_dtype: Any, bias: Any,
     bias_type: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Any, workspace_size: int, accumulate: bool,
@@ -191,10 +187,3 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
     return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
-
-
-def multi_tensor_scale(chunk_size: int, is_infinite: Tensor, tensor_lists: list[list[Tensor]], scale: float) -> None:
-    for source, target in zip(*tensor_lists, strict=True):
-        if not source.isfinite().all():
-            is_infinite.fill_(1)
-        target.copy_(source.float() * scale)

@@ -1,16 +1,14 @@
-"""Counts waits and copies of a training step on fake CUDA tensors, and keeps what autograd keeps."""
+"""Counts waits, copies and collectives of a training step on fake CUDA tensors, and keeps what autograd keeps."""
 
 import collections
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed._tools.fake_collectives  # collectives for fake tensors
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +16,16 @@ from torch.utils._pytree import tree_leaves
 COALESCED = {
     f"c10d.{name}_coalesced_.default" for name in ("allreduce", "allgather_into_tensor", "reduce_scatter_tensor")
 }
+
+# Start of c10d's name of an operation -> its usual name.
+OPERATIONS = {
+    "allreduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "allgather": "all-gather",
+    "alltoall": "all-to-all",
+    "send": "send",
+}
+SMALLEST_BYTES = 1024
 
 
 class Census(TorchDispatchMode):
@@ -27,8 +35,8 @@ class Census(TorchDispatchMode):
         super().__init__()
         self.waits: collections.Counter[str] = collections.Counter()
         self.copies: collections.Counter[str] = collections.Counter()
+        self.sizes: dict[tuple[str, str], list[int]] = collections.defaultdict(list)  # bytes by group and operation
         self.kept: dict[int, Tensor] = {}  # storage -> tensor that autograd keeps for backward
-        self.is_inside_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,12 +47,9 @@ class Census(TorchDispatchMode):
             return 1.0 if inputs[0].dtype.is_floating_point else 1
         if name in ("aten._to_copy.default", "aten.copy_.default"):
             self.note_copy(name, args, kwargs)
-        try:
-            return FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
-        except Exception as error:
-            if "DynamicOutputShape" in type(error).__name__ or "DataDependent" in type(error).__name__:
-                self.waits[f"{name}: {calling_function()}"] += 1
-            raise
+        if name.startswith("c10d."):
+            self.note_collective(name.split(".")[1], args)
+        return FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
 
     def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
         if name == "aten.copy_.default":
@@ -57,22 +62,30 @@ class Census(TorchDispatchMode):
             counter = self.copies if is_asynchronous else self.waits
             counter[f"{source.type} to {target.type}: {calling_function()}"] += 1
 
+    def note_collective(self, name: str, args: Any) -> None:
+        """Record the bytes of the whole tensor: the input of a reduction, the output of a gather.
+
+        What the plan leaves out is not recorded: scalars, receives, and groups other than these four.
+        """
+        from megatron.core import parallel_state  # torch must report a GPU before this import
+
+        groups = {
+            "tensor": parallel_state.get_tensor_model_parallel_group(),
+            "context": parallel_state.get_context_parallel_group(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+            "data": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        (group,) = (ProcessGroup.unbox(arg) for arg in args if is_group(arg))
+        label = next((label for label in groups if groups[label].group_name == group.group_name), None)
+        size = max(sum(tensor.nbytes for tensor in tensors_of(arg)) for arg in args)
+        if label is not None and group.size() > 1 and size >= SMALLEST_BYTES and not name.startswith("recv"):
+            usual = (OPERATIONS[start] for start in OPERATIONS if name.strip("_").startswith(start))
+            self.sizes[label, next(usual, name)].append(size)
+
     def keep(self, tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
             self.kept[storage_of(tensor)] = tensor.detach()
         return tensor
-
-    @contextlib.contextmanager
-    def inside_kernel(self) -> Iterator[None]:
-        outer, self.is_inside_kernel = self.is_inside_kernel, True
-        try:
-            yield
-        finally:
-            self.is_inside_kernel = outer
-
-    def clear(self) -> None:
-        self.waits.clear()
-        self.copies.clear()
 
 
 def calling_function() -> str:
@@ -89,15 +102,12 @@ def calling_function() -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return all tensors of a tree. A quantized tensor is replaced by the tensors it consists of."""
-    tensors: list[Tensor] = []
-    for leaf in tree_leaves(tree):
-        if type(leaf).__module__.startswith("transformer_engine."):
-            tensors += (value for value in vars(leaf).values() if isinstance(value, Tensor))
-        elif isinstance(leaf, Tensor):
-            tensors.append(leaf)
-    return tensors
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def is_group(argument: Any) -> bool:
+    return isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith("ProcessGroup")

@@ -98,7 +98,10 @@ def test_a_step_waits_for_the_device_once(library, tmp_path, compute):
         cases["64 ranks, the last"]["compute"] = FP8["tensorwise"]
     results = run_cases(library, cases, tmp_path)
     assert "at least two devices, cuda:0 and cpu" in results.pop("mixed")["error"]
-    assert results.pop("control")["waits"] == {**WAIT, **waits_of_megatron(has_engine=bool(compute))}
+    # If no supported release of megatron.core waits here, remove the patches.
+    waits = results.pop("control")["waits"]
+    assert ("item: optimizer/clip_grads.py get_grad_norm_fp32" in waits) == (IS_OLDEST_LINE or not compute)
+    assert ("item: distributed/finalize_model_grads.py finalize_model_grads" in waits) == IS_OLDEST_LINE
     assert_waits_and_copies(results)
     # By the same choice as below, for the Hopper GPU of these cases.
     assert all(str(result["attention"]).startswith("cuDNN (") == bool(compute) for result in results.values())
@@ -122,20 +125,6 @@ def test_transformer_engine_chooses_cudnn_on_blackwell_and_nothing_on_ampere(lib
     assert outcome in result.get("error", result.get("attention"))
 
 
-def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:
-    """Return the waits without our patches. If no supported release has any, remove the patches."""
-    if has_engine and not IS_OLDEST_LINE:
-        return {}
-    waits = {"item: optimizer/clip_grads.py get_grad_norm_fp32": 1}
-    if not has_engine:
-        # Matrices and norms of the layers, embedding, decoder with its bias, and final norm.
-        waits["item: core/utils.py local_multi_tensor_l2_norm"] = 6 * LAYERS + 4
-        waits["torch.tensor: core/utils.py local_multi_tensor_l2_norm"] = 1
-    if IS_OLDEST_LINE:
-        waits["item: distributed/finalize_model_grads.py finalize_model_grads"] = 1
-    return waits
-
-
 @pytest.mark.parametrize(
     ("compute", "factor"),
     [
@@ -151,35 +140,21 @@ def test_planned_activations_differ_by_the_documented_factor(library, tmp_path, 
     assert result["activations"] / result["planned_activations"] == pytest.approx(factor, abs=0.002)
 
 
-def test_gradients_of_the_full_model_are_reduced_in_several_buckets_on_256_ranks(library, tmp_path):
-    """Control: megatron.core's own size of a bucket for this number of replicas."""
-    replicas = {"num_layers": 28, "world_size": 256, "builds_only": True}
-    cases = {"default": replicas, "megatron": {**replicas, "parallel": {"ddp_bucket_size": 1_000_000 * 256}}}
-    results = run_cases(library, cases, tmp_path)
-    buckets = results["default"]["buckets"]
-    assert len(buckets) == 6
-    assert max(buckets) < 50_000_000  # 40 M and at most one more matrix
-    assert len(results["megatron"]["buckets"]) == 1
-
-
 def test_planned_traffic_equals_the_counted_collectives(library, tmp_path):
-    """Both pipeline stages of 64 ranks. Small buckets, so that there are several."""
+    """Both pipeline stages of 64 ranks, with small buckets, so that there are several.
+
+    On 192 data-parallel ranks, megatron.core's own size of a bucket would give one, and nothing would overlap.
+    """
     split = {"num_layers": 4, "world_size": 64, "parallel": {**TWO_OF_EACH, "ddp_bucket_size": 1_000_000}}
     recomputed = {"recompute_granularity": "full"}
     results = run_cases(library, {
-        "data": {"num_layers": 4, "world_size": 24, "parallel": {"ddp_bucket_size": 10_000_000}},
+        "data": {"num_layers": 4, "world_size": 192},
         "first stage": {**split, "compute": recomputed},
         "last stage": {**split, "rank": 63},
     }, tmp_path)  # fmt: skip
     assert_planned_traffic(results)
-    calls = {label: {tuple(each[:2]): each[2] for each in result["collectives"]} for label, result in results.items()}
-    assert calls["data"]["data", "reduce-scatter"] > 2
-    assert set(calls["last stage"]) == {
-        *(("data", name) for name in ("reduce-scatter", "all-gather")),
-        *(("tensor", name) for name in ("reduce-scatter", "all-gather", "all-reduce")),
-        ("context", "all-to-all"),
-        ("pipeline", "send"),
-    }
+    assert [calls for _, _, calls, _ in results["data"]["collectives"]] == [2, 2]
+    assert len(results["last stage"]["collectives"]) == 7
 
 
 def assert_planned_traffic(results: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Numbers of the model with Transformer Engine's layers. Its Python runs over an emulated extension on CPU."""
 
-import itertools
 from typing import Any
 
 import emulated_engine
@@ -105,35 +104,6 @@ def compare_with_float32(recipe: str, model: dict[str, Any], is_causal: bool) ->
 )
 def test_losses_and_gradients_equal_float32_within_the_rounding_of_the_recipe(recipe, model, is_causal):
     on_the_engine(compare_with_float32, recipe, model, is_causal)
-
-
-def compare_alone(recipe: str) -> None:
-    distributed.initialize(Settings())
-    model = build(RECIPES[recipe])
-    tokens_t, cu_seqlens_n = pack_documents()
-
-    def logits_of(tokens_t: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
-        cu_seqlens_n = torch.tensor(bounds, dtype=torch.int32)
-        return model(tokens_t, cu_seqlens_n, TOKENS, torch.arange(len(tokens_t)))[:, :VOCAB].float()
-
-    with torch.no_grad():
-        packed_tv, merged_tv = logits_of(tokens_t, tuple(cu_seqlens_n.tolist())), logits_of(tokens_t, (0, TOKENS))
-        for start, end in itertools.pairwise(cu_seqlens_n[: len(LENGTHS) + 1].tolist()):
-            length = end - start
-            # A second document fills the sequence up, because FP8 products need multiples of 16 tokens.
-            filled_t = torch.cat((tokens_t[start:end], tokens_t[: -length % 128]))
-            alone_tv = logits_of(filled_t, (0, length, len(filled_t)))[:length]
-            gap, control = (
-                (alone_tv - others_tv[start:end]).abs().max() / packed_tv.abs().max()
-                for others_tv in (packed_tv, merged_tv)
-            )
-            print(f"{recipe}, {length} tokens: {gap:.1e}, attention across documents: {control:.1e}")
-            assert gap <= torch.finfo(torch.bfloat16).eps < control  # measured: 0
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
-def test_document_has_the_same_logits_alone_and_packed(recipe):
-    on_the_engine(compare_alone, recipe)
 
 
 def check_refused_recipes() -> None:
