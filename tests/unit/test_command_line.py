@@ -15,7 +15,6 @@ class Group:
     """Nested options, which are a group in the help."""
 
     share: float = option(0.5, "share of 100 % of the rows", minimum=0.0)
-    rate: float | None = option(None, "a number without a minimum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +78,6 @@ def test_all_problems_of_a_command_line_are_reported_together():
         "--kind exactt is not one of fast, exact; did you mean 'exact'?",
         "--share 'much' is not a number.",
     ]
-
-
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_number_that_is_not_finite_is_refused(value):
-    with pytest.raises(ConfigError, match=f"--rate {value} is not finite"):
-        call("in", "--output", "out", "--rate", value)
 
 
 def test_help_shows_the_first_paragraph_the_groups_and_required_flags(capsys):

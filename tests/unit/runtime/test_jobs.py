@@ -17,7 +17,6 @@ from megatron_neobert.runtime.jobs import (
     JobOptions,
     JobRunner,
     finish_jobs,
-    progress_bar,
     read_finished,
     run_job,
 )
@@ -166,7 +165,7 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
     terminal.write.assert_called()
 
 
-def test_progress_bar_begins_at_zero_and_counts_the_sizes_of_the_jobs(tmp_path, monkeypatch):
+def test_progress_bar_is_drawn_at_once_and_counts_the_sizes_of_the_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Mock())
     monkeypatch.setattr(Square, "size", property(lambda job: 10**6 * (job.number + 1)))
     monkeypatch.setattr(Square, "unit", "B")
@@ -176,9 +175,6 @@ def test_progress_bar_begins_at_zero_and_counts_the_sizes_of_the_jobs(tmp_path, 
         assert len(list(finish_jobs(jobs, runner, label="inputs"))) == 2
     first = terminal.write.call_args_list[0].args[0]
     assert first.startswith("\rinputs:  33%") and "1.00M/3.00M" in first
-    terminal.reset_mock()
-    list(progress_bar(iterable=[1, 2], desc="shards", unit="shard"))
-    assert terminal.write.call_args_list[0].args[0].startswith("\rshards:   0%")
 
 
 def test_workers_serve_all_jobs_of_a_command(tmp_path):

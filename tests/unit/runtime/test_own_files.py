@@ -13,7 +13,6 @@ from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.corpus.adoption import adopt
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
-from megatron_neobert.data.deduplication.overlaps import OverlapSettings, find_overlaps
 from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.fine_tune import fine_tune
@@ -28,25 +27,20 @@ def preprocess(folder: Path) -> None:
     workspace.run(overwrite=True)
 
 
-def write_two(folder: Path) -> list[str]:
-    for name, length in (("A", 50), ("B", 60)):
-        write_corpus(folder / name, random_documents([length], 100))
-    return [str(folder / name) for name in "AB"]
+def write_small_corpus(folder: Path) -> str:
+    write_corpus(folder / "A", random_documents([50], 100))
+    return str(folder / "A")
 
 
 def adopt_corpus(folder: Path) -> None:
-    write_two(folder)
+    prefix = write_small_corpus(folder)
     (folder / "A.json").unlink()
-    adopt(str(folder / "A"), numbered_tokenizer(100))
+    adopt(prefix, numbered_tokenizer(100))
 
 
 def find(folder: Path, **changes: Any) -> None:
-    find_duplicates(FindSettings(prefixes=tuple(write_two(folder)), output=folder / "list", overwrite=True, **changes))
-
-
-def search(folder: Path) -> None:
-    first, second = write_two(folder)
-    find_overlaps(OverlapSettings(prefixes=(first,), against=(second,), output=folder / "list", overwrite=True))
+    prefixes = (write_small_corpus(folder),)
+    find_duplicates(FindSettings(prefixes=prefixes, output=folder / "list", overwrite=True, **changes))
 
 
 def start_training(folder: Path) -> None:
@@ -76,7 +70,6 @@ PATHS = [
     ("A_documents.partial", adopt_corpus),
     ("list.partial", find),
     ("A.attributes.partial", lambda folder: find(folder, add_attribute="size")),
-    ("list.partial", search),
     (".tmp-iter_0000001", start_training),
     (".old-iter_0000001", start_training),
     ("run", lambda folder: fine_tune(SimpleNamespace(folder=folder / "run"))),
@@ -85,9 +78,7 @@ PATHS = [
     ("out/run_content_document.partial/lock", preprocess),
     ("out/run_content_document.bin", preprocess),
     ("A_documents.idx", adopt_corpus),
-    ("list.partial/lock", find),
     ("list", find),
-    ("list", search),
     ("lock", start_training),
     ("lock", evaluate),
     ("ledger.jsonl", evaluate),
