@@ -25,7 +25,6 @@ OPERATIONS = {
     "alltoall": "all-to-all",
     "send": "send",
 }
-SMALLEST_BYTES = 1024
 
 
 class Census(TorchDispatchMode):
@@ -78,7 +77,7 @@ class Census(TorchDispatchMode):
         (group,) = (ProcessGroup.unbox(arg) for arg in args if is_group(arg))
         label = next((label for label in groups if groups[label].group_name == group.group_name), None)
         size = max(sum(tensor.nbytes for tensor in tensors_of(arg)) for arg in args)
-        if label is not None and group.size() > 1 and size >= SMALLEST_BYTES and not name.startswith("recv"):
+        if label is not None and group.size() > 1 and size >= 1024 and not name.startswith("recv"):
             usual = (OPERATIONS[start] for start in OPERATIONS if name.strip("_").startswith(start))
             self.sizes[label, next(usual, name)].append(size)
 

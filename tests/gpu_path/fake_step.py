@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch, so that its hooks are found first
@@ -165,9 +166,9 @@ def remove_patches(device: torch.device) -> None:
 
     from megatron_neobert.training import setup
 
-    patched = sys.modules.pop(clip_grads.__name__)
-    original_norm = importlib.import_module(clip_grads.__name__).get_grad_norm_fp32
-    sys.modules[clip_grads.__name__] = patched
+    with mock.patch.dict(sys.modules):
+        del sys.modules[clip_grads.__name__]
+        original_norm = importlib.import_module(clip_grads.__name__).get_grad_norm_fp32
 
     def norm_as_tensor(*args: Any, **options: Any) -> Tensor:
         norm = original_norm(*args, **options)

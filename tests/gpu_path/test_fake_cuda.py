@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize(
 
 
 def of_two(**parallel: Any) -> dict[str, Any]:
-    return {"num_layers": LAYERS, "world_size": 2, "parallel": parallel}
+    return {"world_size": 2, "parallel": parallel}
 
 
 LAYOUTS = {
@@ -48,7 +48,7 @@ LAYOUTS = {
     "data, not overlapped": of_two(overlap_grad_reduce=False),
     "pipeline, first stage": of_two(pipeline_model_parallel_size=2),
     "pipeline, last stage": {**of_two(pipeline_model_parallel_size=2), "rank": 1},
-    "64 ranks, the first": {"num_layers": LAYERS, "world_size": 64, "parallel": TWO_OF_EACH},
+    "64 ranks, the first": {"world_size": 64, "parallel": TWO_OF_EACH},
 }
 
 
@@ -71,7 +71,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_cases(library: Path, cases: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run the cases with fake_step.py, in one process, because importing megatron.core is slow."""
     cases_path, results_path = folder / "cases.json", folder / "results.json"
-    cases_path.write_text(json.dumps(cases))
+    cases_path.write_text(json.dumps({label: {"num_layers": LAYERS} | case for label, case in cases.items()}))
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(FOLDER / "fake_step.py"), str(library), str(cases_path), str(results_path)]
     environment = {**os.environ, "PYTHONPATH": path}
@@ -93,7 +93,7 @@ def test_a_step_waits_for_the_device_once(library, tmp_path, compute):
         "control": {"without_patches": True},
         "mixed": {"mixes_devices": True, "fails": True},
     }
-    cases = {label: {"num_layers": LAYERS, "compute": compute, **case} for label, case in cases.items()}
+    cases = {label: {"compute": compute, **case} for label, case in cases.items()}
     if compute:
         cases["64 ranks, the last"]["compute"] = FP8["tensorwise"]
     results = run_cases(library, cases, tmp_path)
@@ -120,7 +120,7 @@ def assert_waits_and_copies(results: dict[str, Any]) -> None:
 )
 def test_transformer_engine_chooses_cudnn_on_blackwell_and_nothing_on_ampere(library, tmp_path, capability, outcome):
     """Its Python chooses, by the conditions of its C++ source, which tests/emulated_engine repeats."""
-    case = {"num_layers": 1, "compute": ENGINE, "capability": capability, "fails": capability == (8, 0)}
+    case = {"compute": ENGINE, "capability": capability, "fails": capability == (8, 0)}
     result = run_cases(library, {"case": case}, tmp_path)["case"]
     assert outcome in result.get("error", result.get("attention"))
 
@@ -167,7 +167,7 @@ def assert_planned_traffic(results: dict[str, Any]) -> None:
 def test_every_layout_waits_for_the_device_once_and_has_the_planned_traffic(library, tmp_path, compute):
     cases = {label: {**layout, "compute": compute} for label, layout in LAYOUTS.items()}
     if compute:
-        cases |= {recipe: {"num_layers": LAYERS, "compute": FP8[recipe]} for recipe in FP8}
+        cases |= {recipe: {"compute": FP8[recipe]} for recipe in FP8}
     results = run_cases(library, cases, tmp_path)
     assert_waits_and_copies(results)
     assert_planned_traffic(results)

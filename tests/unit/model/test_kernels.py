@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import emulated_engine
 import pytest
@@ -22,7 +23,6 @@ from megatron_neobert.model.neobert import NeoBERTModel
 CPU = Hardware()
 H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
 BARE_H100 = replace(H100, transformer_engine=Library(problem="transformer_engine.pytorch cannot be imported: no"))
-A100 = replace(H100, gpu="NVIDIA A100", capability=(8, 0))
 V100 = replace(BARE_H100, gpu="NVIDIA V100", capability=(7, 0))
 
 
@@ -100,17 +100,16 @@ def test_local_layers_use_flash_attention_4_if_it_computes_attention_and_else_to
     (site / "flash_attn" / "cute").mkdir(parents=True)
     code = "def flash_attn_varlen_func(*_, **__): raise ValueError('sm_120')\n"
     (site / "flash_attn" / "cute" / "interface.py").write_text(code)
-    assert kernels._find_flash_attention((9, 0)).version and not kernels._find_flash_attention((8, 0)).version
+    with mock.patch.dict(sys.modules):
+        assert kernels._find_flash_attention((9, 0)).version and not kernels._find_flash_attention((8, 0)).version
     failure = "FlashAttention 2; FlashAttention 4 is installed and does not work here (ValueError: sm_120)"
     local = settings(transformer_impl="local")
-    with emulated_engine._OnCpu():
+    with mock.patch.dict(sys.modules), emulated_engine._OnCpu():
         for expected in (failure, "FlashAttention 4;"):
             kernels.choose_packed_attention.cache_clear()
             assert expected in choose_kernels(local, H100).summary
             monkeypatch.setattr(kernels, "_check_packed_attention", lambda *_: None)
     kernels.choose_packed_attention.cache_clear()
-    for module in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        del sys.modules[module]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")

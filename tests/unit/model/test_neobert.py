@@ -60,15 +60,6 @@ def test_a_loss_depends_on_no_other_document_and_with_causal_attention_on_no_lat
         assert not is_equal_t[TOKENS - 10 :].any()
 
 
-def test_micro_batch_without_masked_tokens_has_no_loss_and_no_gradient(model):
-    tokens_t, cu_seqlens_n = pack_documents()
-    empty = torch.empty(0, dtype=torch.int64)
-    losses_m, correct_m = model(tokens_t, cu_seqlens_n, 64, empty, empty)
-    assert losses_m.shape == correct_m.shape == (0,)
-    losses_m.sum().backward()
-    assert not any(parameter.grad.any() for parameter in model.parameters())
-
-
 def test_prediction_is_correct_only_if_no_logit_is_larger(model):
     logits_mv = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [1.0, 5.0, 5.0]])
     _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]), model.config)

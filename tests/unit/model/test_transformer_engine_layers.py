@@ -1,5 +1,7 @@
 """Numbers of the model with Transformer Engine's layers. Its Python runs over an emulated extension on CPU."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import emulated_engine
@@ -30,8 +32,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_the_engine(function: Any, *arguments: Any) -> None:
-    run_on_ranks(function, *arguments, world_size=1, preload="emulated_engine.preloaded")
+def on_the_engine(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test that runs in a process group of one rank, over the emulated extension."""
+
+    def run_in_group(arguments: dict[str, Any]) -> None:
+        distributed.initialize(Settings())
+        test(**arguments)
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        run_on_ranks(run_in_group, arguments, world_size=1, preload="emulated_engine.preloaded")
+
+    return run
 
 
 def build(compute: dict[str, Any], *, bf16: bool = True, wrapped: bool = False, **model: Any) -> Any:
@@ -45,13 +57,9 @@ def build(compute: dict[str, Any], *, bf16: bool = True, wrapped: bool = False, 
     return built.bfloat16() if bf16 else built  # learned positions are still float32
 
 
-def pack_documents() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens_t = torch.randint(5, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0))
-    return tokens_t, torch.tensor([0, *LENGTHS, 0, 0]).cumsum(0).int()
-
-
 def losses_and_gradients(model: NeoBERTModel, *, is_causal: bool = False) -> dict[str, torch.Tensor]:
-    tokens_t, cu_seqlens_n = pack_documents()
+    tokens_t = torch.randint(5, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0))
+    cu_seqlens_n = torch.tensor([0, *LENGTHS, 0, 0]).cumsum(0).int()
     positions_m = torch.arange(0, TOKENS, 4)
     labels_m = tokens_t[positions_m]
     labels_m[-3:] = -100
@@ -77,8 +85,17 @@ def gaps(computed: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> t
     return loss, 1 - min(cosines.values())
 
 
-def compare_with_float32(recipe: str, model: dict[str, Any], is_causal: bool) -> None:
-    distributed.initialize(Settings())
+@pytest.mark.parametrize(
+    ("recipe", "model", "is_causal"),
+    [
+        *((recipe, {}, False) for recipe in RECIPES),
+        *(("bf16", model, False) for model in MODELS.values()),
+        ("bf16", {}, True),
+    ],
+    ids=[*RECIPES, *MODELS, "causal"],
+)
+@on_the_engine
+def test_losses_and_gradients_equal_float32_within_the_rounding_of_the_recipe(recipe, model, is_causal):
     exact = losses_and_gradients(build(LOCAL, bf16=False, **model), is_causal=is_causal)
     computed = losses_and_gradients(build(RECIPES[recipe], **model), is_causal=is_causal)
     loss, gradient = gaps(computed, exact)
@@ -93,30 +110,14 @@ def compare_with_float32(recipe: str, model: dict[str, Any], is_causal: bool) ->
         assert gaps(computed, bidirectional)[1] > 10 * ENGINE_GRADIENT[recipe].gate, "the mask must have an effect"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "model", "is_causal"),
-    [
-        *((recipe, {}, False) for recipe in RECIPES),
-        *(("bf16", model, False) for model in MODELS.values()),
-        ("bf16", {}, True),
-    ],
-    ids=[*RECIPES, *MODELS, "causal"],
-)
-def test_losses_and_gradients_equal_float32_within_the_rounding_of_the_recipe(recipe, model, is_causal):
-    on_the_engine(compare_with_float32, recipe, model, is_causal)
-
-
-def check_refused_recipes() -> None:
-    distributed.initialize(Settings())
+@on_the_engine
+def test_transformer_engine_refuses_the_recipes_that_this_gpu_cannot_run():
     assert list(kernels.fp8_refusals()) == ["mxfp8"]  # on an H200
 
 
-def test_transformer_engine_refuses_the_recipes_that_this_gpu_cannot_run():
-    on_the_engine(check_refused_recipes)
-
-
-def accumulate_gradients() -> None:
-    distributed.initialize(Settings())
+@on_the_engine
+def test_transformer_engine_s_layers_sum_weight_gradients_in_float32():
+    """Without fusion, the sum over eight equal micro-batches is eight times a number rounded to bfloat16."""
     sums = []
     for fuses in (True, False):
         model = build(ENGINE, wrapped=True)
@@ -133,8 +134,3 @@ def accumulate_gradients() -> None:
     assert torch.equal((rounded / 8).bfloat16().float(), rounded / 8)
     assert not torch.equal((fused / 8).bfloat16().float(), fused / 8)
     torch.testing.assert_close(fused, rounded, rtol=2**-7, atol=1e-3)
-
-
-def test_transformer_engine_s_layers_sum_weight_gradients_in_float32():
-    """Without fusion, the sum over eight equal micro-batches is eight times a number rounded to bfloat16."""
-    on_the_engine(accumulate_gradients)

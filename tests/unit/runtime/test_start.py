@@ -37,10 +37,10 @@ def test_signal_that_ended_a_rank_counts_as_a_stop_only_if_the_launcher_forwarde
     assert run.failure().code == code
 
 
-@pytest.mark.parametrize(("is_finished", "code", "fails"), [(True, 0, False), (True, 75, False), (True, -6, True)])
-def test_rank_that_has_finished_fails_only_if_it_then_crashes(is_finished, code, fails):
+@pytest.mark.parametrize(("code", "fails"), [(0, False), (75, False), (-6, True)])
+def test_rank_that_has_finished_fails_only_if_it_then_crashes(code, fails):
     run = RunStatus(HashStore(), node="0", ranks=1)
-    run.publish(Status(0, is_finished=is_finished))
+    run.publish(Status(0, is_finished=True))
     launch._record_early_end(run, 0, code)
     assert (run.failure() is not None) == fails
 
