@@ -137,7 +137,8 @@ def test_embedding_is_the_mean_over_all_tokens(exported: Exported):
     states = model.encode(TEXTS, output_value="token_embeddings")
     assert [len(states_of_text) for states_of_text in states] == [9, 4], "[CLS] and [SEP] included, padding excluded"
     expected = torch.stack([states_of_text.mean(dim=0) for states_of_text in states])
-    torch.testing.assert_close(model.encode(TEXTS, convert_to_tensor=True), expected, atol=1e-6, rtol=0)
+    embeddings = model.encode(TEXTS, convert_to_tensor=True)
+    torch.testing.assert_close(embeddings, expected, atol=1e-6, rtol=0)  # measured: equal
 
 
 def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported: Any, monkeypatch: pytest.MonkeyPatch):

@@ -21,13 +21,15 @@ COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Return a folder like the cache of the Hub, with two revisions of lab/tiny."""
+    """Return a folder like the cache of the Hub, with two revisions of lab/tiny, whose files are links into `blobs`."""
     cache = tmp_path_factory.mktemp("cache")
     repository = cache / "models--lab--tiny"
     (repository / "refs").mkdir(parents=True)
     for seed, (revision, commit) in enumerate(COMMITS.items()):
         (repository / "refs" / revision).write_text(commit)
-        write_model(repository / "snapshots" / commit, "Bert", seed=seed)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        for path in write_model(repository / "blobs" / commit, "Bert", seed=seed).iterdir():
+            (repository / "snapshots" / commit / path.name).symlink_to(path)
     (cache / "models--tiny").symlink_to(repository)
     return cache
 
