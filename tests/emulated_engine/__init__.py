@@ -157,9 +157,8 @@ def load_package(wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lamb
             )  # Triton kernels can be defined, not launched
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # before the import, which defines functions
-        importlib.import_module(
-            "triton.knobs"
-        ).runtime.interpret = True  # also in child processes with another environment
+        knobs = importlib.import_module("triton.knobs")
+        knobs.runtime.interpret = True  # also in child processes with another environment
     sys.path.insert(0, str(SOURCES))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load the CUDA libraries
     # The package's __init__ would load compiled libraries, so import its submodules through an empty package first.

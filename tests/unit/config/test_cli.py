@@ -9,14 +9,7 @@ import pytest
 from unit.config.command_line import REQUIRED, parse, problems_of
 
 from megatron_neobert.cli import flag_of
-from megatron_neobert.config.cli import (
-    FIRST,
-    model_flags,
-    parse_command_line,
-    read_record,
-    run_flags,
-    write_record,
-)
+from megatron_neobert.config.cli import FIRST, model_flags, parse_command_line, read_record, run_flags, write_record
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.megatron_flags import REPLACEMENTS

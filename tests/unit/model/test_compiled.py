@@ -27,9 +27,8 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def heads_and_angles(dtype: torch.dtype) -> list[Tensor]:
     angles_t1e = 100 * normal(TOKENS, 1, WIDTH // 2)
-    query_tnd, key_tnd, _ = normal(TOKENS, HEADS, 3 * WIDTH, dtype=dtype).split(
-        WIDTH, dim=-1
-    )  # strided, like in a layer
+    # Strided, like in a layer.
+    query_tnd, key_tnd, _ = normal(TOKENS, HEADS, 3 * WIDTH, dtype=dtype).split(WIDTH, dim=-1)
     return [query_tnd, key_tnd, angles_t1e.cos(), angles_t1e.sin()]
 
 

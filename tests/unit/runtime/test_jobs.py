@@ -11,15 +11,7 @@ import pytest
 from json_files import edit_json
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.jobs import (
-    Job,
-    JobFolder,
-    JobOptions,
-    JobRunner,
-    finish_jobs,
-    read_finished,
-    run_job,
-)
+from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, JobRunner, finish_jobs, read_finished, run_job
 
 SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
 

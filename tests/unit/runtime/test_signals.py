@@ -31,10 +31,7 @@ def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
 def end_while_waiting(prepare: Callable[[], None], *numbers: signal.Signals) -> tuple[int | None, str]:
     """Send signals to a process whose gloo waits for a rank that never joins. Return its exit code and output.
 
-    The process prints a line at each signal, and the next signal is sent after this line.
-
-    Args:
-        prepare: Installs the handlers in the process.
+    The process calls `prepare` first. It prints a line at each signal, and the next signal is sent after this line.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     reader, writer = os.pipe()
