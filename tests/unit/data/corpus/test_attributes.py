@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
+from commands import largest_file
 from unit.data.corpus.memory_corpus import bits_of
 from unit.data.small_corpus import (
     cut,
@@ -168,6 +169,13 @@ def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, 
     write_drop_list(tmp_path / "second", [corpus], in_second_list, {}, folder=tmp_path)
     chosen = choose_documents(corpus, conditions, [str(path), str(tmp_path / "second")])
     assert documents_in(chosen, DOCUMENTS) == np.flatnonzero(fits & ~is_dropped & ~in_second_list).tolist()
+
+
+def test_drop_list_that_cannot_be_written_leaves_the_earlier_one(corpora, drop_list):
+    path, before = drop_list[0], drop_list[0].read_bytes()
+    with largest_file(100), pytest.raises(OSError, match="File too large"):
+        write_drop_list(path, corpora, np.ones(DOCUMENTS + 3, dtype=np.bool_), {}, folder=path.parent)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 
 def test_same_tokens_with_other_document_boundaries_are_another_corpus(tmp_path):
