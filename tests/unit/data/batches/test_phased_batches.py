@@ -9,18 +9,13 @@ from tests_tiny import tiny_settings
 from unit.data.corpus.memory_corpus import contents
 
 from megatron_neobert.config.schema import PhaseChange, Settings
-from megatron_neobert.data.batches import windows
 from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.batches.stream import BatchStream, build_stream
 from megatron_neobert.data.batches.windows import Cursor
 
 ITERATIONS = 12
 
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of 64 documents, so that a tiny corpus has several."""
-    monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 64)
+pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
 
 def settings_of(corpus: Any, *phases: PhaseChange, **data: Any) -> Settings:
