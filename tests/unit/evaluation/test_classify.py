@@ -24,7 +24,6 @@ from megatron_neobert.evaluation import classify
 from megatron_neobert.evaluation.classify import ClassifyTask, run_classify
 from megatron_neobert.evaluation.classify_data import find_datasets, read_dataset
 from megatron_neobert.evaluation.glue import TASKS
-from megatron_neobert.evaluation.ledger import open_ledger
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import ClassifyOptions
 
@@ -152,7 +151,6 @@ TRAIN = "text,label\ncat,animal\nmat,thing\n"
     [
         ({"mine.csv": "text,category\na,x\n"}, "has the columns text, category, but no label"),
         ({"mine.csv": "text,label\n" + "a,x\n" * 4}, "has 4 rows, too few to divide"),
-        ({"mine.csv": "text,label\n" + "".join(f"a {n},\n" for n in range(60))}, "row 0 has no label"),
         ({"mine.csv": "text,label\n\xe0,x\n"}, r"mine\.csv cannot be read .*invalid UTF8"),
         (
             {"mine/train.csv": TRAIN, "mine/dev.csv": "text,label\ncat,Animal\n"},
@@ -211,28 +209,23 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     options = one_point(ClassifyOptions, tmp_path, epochs=8)
     folder = run_classify(options)
     result = read_json(folder / "classify.json")["results"]["tasks"][name]
-    task = ClassifyTask(name, ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
-    model, tokenizer = task.load(Path(result["kept"])), load_tokenizer(Path(result["kept"]))
-    assert model.config.id2label == {0: ANIMAL, 1: THING}
-    test = read_dataset(options.data_dir, name)["test"]
-    predicted = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test.texts[0]]
-    expected = [task.labels.index(label) for label in test.labels]
+    kept, splits = Path(result["kept"]), read_dataset(options.data_dir, name)
+    model, tokenizer = transformers.AutoModelForSequenceClassification.from_pretrained(kept), load_tokenizer(kept)
+    texts, expected = splits["test"].texts[0], splits["test"].labels
+    logits = [model.eval()(**tokenizer(text, return_tensors="pt")).logits for text in texts]
+    predicted = [model.config.id2label[logits_bl.argmax().item()] for logits_bl in logits]
     scores = {name: value["mean"] for name, value in result["metrics"].items()}
     assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.7
     assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))
-    with open_ledger(folder / "classify" / quote(name, safe="")) as ledger:
-        (line,) = ledger.lines.values()
-    best, last = line["result"]["best_step"], line["result"]["steps"]
-    assert best % (last // options.epochs) == 0, "one evaluation per epoch"
+    (best,), (last,) = result["best_steps"], result["steps"]
     page = (folder / "classify.md").read_text()
     assert "| seeds | best step | last step |" in page and f"| 0 | {best} | {last} |" in page
     assert "| validation accuracy | test accuracy | metrics | rows | batch size |" in page
-    counts = {split: len(part.labels) for split, part in read_dataset(options.data_dir, name).items()}
-    shown = ", ".join(f"{split} {count}" for split, count in counts.items())
+    shown = ", ".join(f"{split} {len(part.labels)}" for split, part in splits.items())
     values = " | ".join(f"{100 * scores[f'{split}accuracy']:.1f}" for split in ("", "test_"))
-    assert f" | {values} | " in page and f" | {shown} | 8 | " in page and sum(counts.values()) == 300
+    assert f" | {values} | " in page and f" | {shown} | 8 | " in page
     assert "| cats" in page and "\x1b" not in "".join((page, *(printed := capsys.readouterr())))
-    assert f"0/1 runs | rows: {shown} | at most {8 * -(-counts['train'] // 8):,} steps\n" in printed.err
+    assert f"0/1 runs | rows: {shown} | at most {8 * -(-len(splits['train'].labels) // 8):,} steps\n" in printed.err
     _, _, split, labels, of_figure = drawn.call_args.args
     matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]
     assert split == "test" and matrices[0].tolist() == matrices[1].tolist()

@@ -18,7 +18,6 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConversionError, DataError
 from megatron_neobert.evaluation.data import Rows
-from megatron_neobert.evaluation.ledger import open_ledger
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.ner import NerTask, encode_sentences, find_datasets, read_dataset, run_ner, to_tags
 from megatron_neobert.evaluation.options import NerOptions
@@ -32,16 +31,10 @@ SPLITS = {"train": SENTENCES, "dev": SENTENCES}
 
 
 def draw(count: int, seed: int) -> list[tuple[list[str], list[str]]]:
-    """Return sentences that a small model learns: a cat is an animal, a mat after it belongs to it or is a thing."""
-    rng, sentences = random.Random(seed), []
-    for _ in range(count):
-        words = rng.choices(["the", "cat", "mat", "sat", "on", "a"], k=6)
-        tags = [
-            {"cat": "B-ANIMAL", "mat": "I-ANIMAL" if before == "cat" else "B-THING"}.get(word, "O")
-            for before, word in zip(["", *words], words, strict=False)
-        ]
-        sentences.append((words, tags))
-    return sentences
+    """Return sentences that a small model learns: every cat is an animal, and every mat is a thing."""
+    rng, tags = random.Random(seed), {"cat": "B-ANIMAL", "mat": "B-THING"}
+    sentences = [rng.choices(["the", "cat", "mat", "sat", "on", "a"], k=6) for _ in range(count)]
+    return [(words, [tags.get(word, "O") for word in words]) for words in sentences]
 
 
 def write_text(folder, splits, *, suffix=".txt", separator=" ", newline="\n", header=""):
@@ -131,12 +124,9 @@ def byte_level_tokenizer():
     """Return a tokenizer like RoBERTa's and ModernBERT's, for which the space before a word matters."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["[PAD]", "[CLS]"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    )
+    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(["the cat the cat mat mat"] * 9, trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 1)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +166,11 @@ def test_slow_tokenizer_is_refused_before_the_first_run(inputs, monkeypatch):
     assert not (inputs / "slow").exists()
 
 
-def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs):
+def test_scores_are_seqevals_for_the_weights_that_are_kept(inputs):
     options = one_point(NerOptions, inputs, epochs=16)
     folder = run_ner(options)
     results = read_json(folder / "ner.json")["results"]["tasks"]
-    weights, labels = Path(results["animals"]["kept"]), ("O", *sorted(TAGS[1:]))
+    weights, labels = Path(results["animals"]["kept"]), ("O", "B-ANIMAL", "B-THING")
     task = NerTask("animals", ("train", "validation", "test"), ("f1",), labels)
     model, tokenizer = task.load(weights), load_tokenizer(weights)
     for split, prefix in (("test", "test_"), ("validation", "")):
@@ -190,7 +180,5 @@ def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs
         expected = f1_score(list(encoded["tags"]), to_tags(predicted, encoded, labels))
         assert results["animals"]["metrics"][f"{prefix}f1"]["mean"] == expected > 0.5
     assert "test_f1" not in results["untested"]["metrics"]
+    assert results["animals"]["best_steps"][0] % (96 // 8) == 0, "one evaluation per epoch"
     assert "| animals |" in (folder / "ner.md").read_text()
-    with open_ledger(folder / "ner" / "animals") as ledger:
-        best_steps = [line["result"]["best_step"] for line in ledger.lines.values()]
-    assert max(best_steps) > 0 and all(step % (96 // 8) == 0 for step in best_steps), "one evaluation per epoch"
