@@ -117,23 +117,20 @@ def holders_in(state: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
-
-
-@pytest.fixture(scope="module")
-def sound(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
+def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
+    """Return a kind of input and the folder of a valid one."""
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp("sound")
     kind.write(folder)
-    return folder
+    return kind, folder
 
 
 @examples(300)
 @given(data=st.data())
-def test_changed_input_is_refused_in_one_sentence_or_read_correctly(kind, sound, data):
-    copy = sound.with_name(f"{sound.name}_changed")
+def test_changed_input_is_refused_in_one_sentence_or_read_correctly(sound, data):
+    kind, folder = sound
+    copy = folder.with_name(f"{folder.name}_changed")
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(sound, copy)
+    shutil.copytree(folder, copy)
     changed = data.draw(st.sampled_from(sorted(path for path in copy.rglob("*") if path.is_file())))
     changed.write_bytes(data.draw(mutated_file(changed.read_bytes())))
     try:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 from backports import zstd
@@ -26,8 +25,6 @@ def compression(request):
 @pytest.mark.parametrize("format", ["jsonl", "text", "warc", None])
 def test_error_of_the_disk_names_the_input(format):
     unreadable = "/proc/self/mem"  # reading the first page fails
-    if not Path(unreadable).exists():
-        pytest.skip("this system has no file whose reading fails")
     with pytest.raises(OSError, match=f"Input/output error: '{unreadable}'") as caught:
         list(read_chunk(Chunk(unreadable, format), ReadSettings())) if format else recognise(unreadable, ReadSettings())
     assert caught.value.filename == unreadable

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 from commands import PUBLISHED, command_line, succeed
 from json_files import write_jsonl
 from security.small_sentencepiece import write_model
@@ -113,14 +114,12 @@ def test_fingerprint_changes_with_every_change_of_ids(vocab_txt, tmp_path, chang
 
 
 def test_folder_saved_by_transformers_has_the_fingerprint_of_its_vocab_txt(vocab_txt, tmp_path):
-    transformers = pytest.importorskip("transformers")
     transformers.BertTokenizer(str(vocab_txt)).save_pretrained(tmp_path / "theirs")
     assert (tmp_path / "theirs" / "tokenizer.json").exists()
     assert load_tokenizer(tmp_path / "theirs").fingerprint == load_tokenizer(vocab_txt).fingerprint
 
 
 def test_saved_folder_loads_in_transformers_and_adds_special_tokens(vocab_txt, tmp_path):
-    transformers = pytest.importorskip("transformers")
     tokenizer = load_tokenizer(vocab_txt)
     tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
     for loader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
@@ -146,7 +145,6 @@ def test_trained_vocabulary_is_the_same_in_every_process(tmp_path):
 
 
 def test_trained_vocabulary_keeps_long_words_of_scripts_without_spaces_and_transformers_reads_it_alike(tmp_path):
-    transformers = pytest.importorskip("transformers")
     generator = np.random.default_rng(0)
     # Lao letters without a space: 500 are a word, 501 are unknown.
     words = ["".join(map(chr, generator.integers(0x0E94, 0x0EA4, length))) for length in (101, 178, 500, 501)]

@@ -25,9 +25,9 @@ KINDS = {
 }
 
 
-def train(folder: Path, name: str = "tokenizer", **settings) -> Path:
+def train(folder: Path, **settings) -> Path:
     """Train a model of 450 pieces, which takes about half a second."""
-    path = folder / name
+    path = folder / "tokenizer"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),
         model_prefix=str(path),
@@ -76,17 +76,10 @@ def test_ids_with_nfkc_rules_differ_only_if_several_code_points_form_one_charact
     assert [text for text in different if not one_character.search(text)] == []
 
 
-@pytest.mark.parametrize("removes_spaces", [False, True])
-def test_user_defined_symbols_split_a_text_as_in_sentencepiece(tmp_path, removes_spaces):
+@pytest.mark.parametrize("rules", [IDENTITY, {"normalization_rule_name": "nmt_nfkc"}], ids=["identity", "nfkc"])
+def test_user_defined_symbols_split_a_text_as_in_sentencepiece(tmp_path, rules):
     symbols = ["\n", "<tag>", "<tag>>", "ka ka"]
-    rules = "nmt_nfkc" if removes_spaces else "identity"
-    path = train(
-        tmp_path,
-        model_type="bpe",
-        user_defined_symbols=symbols,
-        normalization_rule_name=rules,
-        remove_extra_whitespaces=removes_spaces,
-    )
+    path = train(tmp_path, model_type="bpe", user_defined_symbols=symbols, **rules)
     tokenizer = load_tokenizer(path)
     texts = ["ka\nto", "ka \n to", "\nka\n", "ka\n\n\nto", "ka<tag>to <tag> <tag>>", " <tag>ka", "ka ka", "<tag><tag>"]
     texts += spaced_texts()
@@ -123,9 +116,9 @@ def test_missing_special_tokens_are_added_after_the_vocabulary(tmp_path, setting
 
 
 def test_names_of_the_model_and_of_bert_are_recognised(tmp_path):
-    bert = train(tmp_path, "albert", control_symbols=["[CLS]", "[SEP]"], pad_id=0, unk_id=1, bos_id=-1, eos_id=-1)
+    bert = train(tmp_path, control_symbols=["[CLS]", "[SEP]"], pad_id=0, unk_id=1, bos_id=-1, eos_id=-1)
     assert load_tokenizer(bert).special_names["cls"] == "[CLS]"
-    gemma = train(tmp_path, "gemma", bos_piece="<bos>", eos_piece="<eos>", unk_piece="<oov>")
+    gemma = train(tmp_path, bos_piece="<bos>", eos_piece="<eos>", unk_piece="<oov>")
     names = load_tokenizer(gemma).special_names
     assert (names["cls"], names["sep"], names["unk"]) == ("<bos>", "<eos>", "<oov>")
 
