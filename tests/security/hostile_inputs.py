@@ -1,7 +1,6 @@
 """Changes that turn valid inputs into hostile ones; code that runs only leaves a mark."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -15,6 +14,8 @@ import yaml
 from hostile import Canary, Spoil, change_json, each, in_place_of, pipe_in_place_of
 from json_files import edit_json
 from safetensors.torch import load_file, save_file
+
+from megatron_neobert.checkpoint.contents import write_tensors
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -50,9 +51,7 @@ def remove_offsets(path: Path, canary: Canary) -> None:
 def add_extra_state(path: Path, canary: Canary) -> None:
     """Write bytes that megatron.core 0.16.1 unpickles when Transformer Engine's modules load them."""
     state = torch.frombuffer(bytearray(pickle.dumps(canary)), dtype=torch.uint8)
-    name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
-    sharding = json.dumps({name: {"saved_offsets": [0], "shape": list(state.shape)}})
-    save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": sharding})
+    write_tensors(path / "rank_00001.safetensors", {"decoder.layers.0.self_attention.linear_qkv._extra_state": state})
 
 
 def nested(_: Canary) -> bytes:
@@ -88,11 +87,9 @@ def nest_a_model(folder: Path, canary: Canary) -> None:
 
 
 def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
-    good.write_json(
-        folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}
-    )
+    pickle_the_weights(folder, canary)
+    weight_map = {"lm_head.weight": "pytorch_model.bin"}
+    good.write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 def bring_code(model_type: str | None = None) -> Spoil:
@@ -137,13 +134,12 @@ def name_an_unknown_module(folder: Path, canary: Canary) -> None:
 def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
     """Return a change that empties the folders of all data sets and calls `write` with each."""
 
-    def spoil(folder: Path, canary: Canary) -> None:
-        for data_set in (folder / "rte", folder / "tagged", next(folder.glob("BIOSSES/*"))):
-            shutil.rmtree(data_set)
-            data_set.mkdir()
-            write(data_set, canary)
+    def replace(folder: Path, canary: Canary) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        write(folder, canary)
 
-    return spoil
+    return each("rte", "tagged", "BIOSSES/*", change=replace)
 
 
 def name_a_url(folder: Path, canary: Canary) -> None:
@@ -165,12 +161,6 @@ def add_markup(folder: Path, canary: Canary) -> None:
     for path in folder.rglob("*.json"):
         changed = re.sub(r'"(?!kind|version)\w+": "', lambda match: match[0] + markup, path.read_text())
         path.write_text(changed)
-
-
-def pipe_for_figure(folder: Path, canary: Canary) -> None:
-    for path in [*folder.rglob("*.png"), *folder.rglob("*.jsonl")]:
-        path.unlink()
-        os.mkfifo(path)
 
 
 HOSTILE = (
@@ -222,9 +212,8 @@ HOSTILE = (
       for end in (".bin", ".idx", ".json")),
     *(Hostile("corpus", f"pipe for {end}", pipe_in_place_of(f"*{end}")) for end in (".bin", ".idx", ".json")),
     Hostile("corpus", "nested manifest", in_place_of("*_document.json", content=nested)),
-    Hostile("dataset", "pickles", in_each_data_set(lambda folder, canary: [
-        (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")]),
-        READ_DATASETS),
+    Hostile("dataset", "pickles", in_place_of(
+        "*/*.parquet", "BIOSSES/*/*.parquet", content=pickle.dumps), READ_DATASETS),
     Hostile("dataset", "files of a URL", in_each_data_set(name_a_url), READ_DATASETS),
     Hostile("dataset", "script", in_each_data_set(bring_a_script), READ_DATASETS),
     Hostile("dataset", "pipes", pipe_in_place_of(
@@ -234,7 +223,7 @@ HOSTILE = (
     Hostile("records", "markup", add_markup, NO_COMMAND),  # text stays text
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
     Hostile("records", "pickles", in_place_of("*/*.json", content=pickle.dumps)),
-    Hostile("records", "pipes for figures", pipe_for_figure, NO_COMMAND),
+    Hostile("records", "pipes for figures", pipe_in_place_of("*.png", "*/*/*.jsonl"), NO_COMMAND),
     Hostile("records", "pipes", pipe_in_place_of("*/*.json")),
     Hostile("texts", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
