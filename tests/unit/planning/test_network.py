@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = REPOSITORY / "docs" / "performance.md"
 STAGE_1 = read_settings(REPOSITORY / "examples" / "configs" / "neobert_stage1.yaml")
 VOCAB = 30_522
+GRAPHED = Settings().with_section("training", bf16=True, micro_batch_size=8)
+LAUNCHED = GRAPHED.with_section("compute", cuda_graph_impl="none")
 LAUNCHING = 103e-6 * (28 * 38 + 60)  # seconds of the host per micro-batch of the default model
 
 
@@ -63,50 +65,41 @@ def step(settings: Settings, *, ranks: int, compute: float, **parallel: Any) -> 
     return plan_step(settings, vocab_size=VOCAB, world_size=ranks, compute_seconds=compute, network_gbps=400)
 
 
+def exchange(parameters: float, *, ranks: int) -> float:
+    """Return the seconds to reduce float32 gradients and to gather bf16 weights."""
+    reduction = seconds("data", "reduce-scatter", 4 * parameters, ranks=ranks)
+    return reduction + seconds("data", "all-gather", 2 * parameters, ranks=ranks)
+
+
 def test_overlap_hides_all_but_one_bucket_of_gradients_and_of_weights_behind_long_computation():
-    graphed = Settings().with_section("training", bf16=True, micro_batch_size=8)
-    settings = graphed.with_section("compute", cuda_graph_impl="none")
-    buckets = gradient_buckets(settings, vocab_size=VOCAB, world_size=64)
-    bucket, whole = (
-        sum(
-            seconds("data", operation, size * parameters, ranks=64)
-            for operation, size in (("reduce-scatter", 4), ("all-gather", 2))
-        )
-        for parameters in (sum(buckets) / len(buckets), sum(buckets))
-    )
-    assert step(settings, ranks=64, compute=10).exposed == pytest.approx(bucket)
-    serial = step(settings, ranks=64, compute=10, overlap_grad_reduce=False)
-    assert serial.exposed == pytest.approx(whole, rel=1e-4)  # other padding
+    buckets = gradient_buckets(LAUNCHED, vocab_size=VOCAB, world_size=64)
+    bucket = exchange(sum(buckets) / len(buckets), ranks=64)
+    assert step(LAUNCHED, ranks=64, compute=10).exposed == pytest.approx(bucket)
+    serial = step(LAUNCHED, ranks=64, compute=10, overlap_grad_reduce=False)
+    assert serial.exposed == pytest.approx(exchange(sum(buckets), ranks=64), rel=1e-4)  # other padding
     assert serial.total == 10 + serial.exposed
 
 
 def test_overlap_hides_at_most_the_backward_and_the_forward_pass_of_a_micro_batch():
     """Small buckets, each with its latency: the sum is longer than the micro-batch, which takes the host 116 ms."""
-    settings = Settings().with_section("training", bf16=True, micro_batch_size=2)
-    settings = settings.with_section("compute", cuda_graph_impl="none")
+    settings = LAUNCHED.with_section("training", micro_batch_size=2)
     buckets = gradient_buckets(settings.with_section("parallel", ddp_bucket_size=1), vocab_size=VOCAB, world_size=1024)
-    total = sum(
-        len(buckets) * seconds("data", operation, size * sum(buckets) / len(buckets), ranks=1024)
-        for operation, size in (("reduce-scatter", 4), ("all-gather", 2))
-    )
+    total = len(buckets) * exchange(sum(buckets) / len(buckets), ranks=1024)
     exposed = step(settings, ranks=1024, compute=0.001, ddp_bucket_size=1).exposed
     assert exposed == pytest.approx(total - LAUNCHING)
 
 
 def test_a_step_waits_for_the_host_if_kernels_are_short_and_for_the_stages_of_a_pipeline():
-    graphed = Settings().with_section("training", bf16=True, micro_batch_size=8)
-    settings = graphed.with_section("compute", cuda_graph_impl="none")
-
     def waiting(settings: Settings, compute: float, **parallel: Any) -> float:
         planned = step(settings, ranks=64, compute=compute, **parallel)
         return planned.total - planned.exposed - compute
 
     micro_batches = 2048 // (8 * 64)
-    assert waiting(settings, 0.001) == pytest.approx(micro_batches * LAUNCHING - 0.001)
-    assert waiting(graphed, 0.001) == pytest.approx(0)
-    assert waiting(settings, 10) == pytest.approx(0)
+    assert waiting(LAUNCHED, 0.001) == pytest.approx(micro_batches * LAUNCHING - 0.001)
+    assert waiting(GRAPHED, 0.001) == pytest.approx(0)
+    assert waiting(LAUNCHED, 10) == pytest.approx(0)
     # 16 replicas of four stages: a step has three more micro-batches than a replica computes.
-    assert waiting(settings, 10, pipeline_model_parallel_size=4) == pytest.approx(3 * 10 / 16)
+    assert waiting(LAUNCHED, 10, pipeline_model_parallel_size=4) == pytest.approx(3 * 10 / 16)
 
 
 # ---- docs/performance.md
