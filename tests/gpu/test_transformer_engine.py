@@ -1,13 +1,16 @@
 """On a GPU, real kernels compute the model's numbers in bfloat16 and FP8, and the host does not wait for the device.
 
 Results are compared with the same model in float32 on the same device, one document at a time, which tests/parity
-compares with the reference. Tests that need a device or a package are skipped with the reason. One H200 has passed them
+compares with the reference. Without a GPU, the tests run over Transformer Engine emulated on CPU (conftest.py). This
+tests the tests, not a GPU. Tests that need a device or a package are skipped with the reason. One H200 has passed them
 (docs/performance.md).
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import emulated_engine
 import pytest
 import torch
 from emulated_engine import ENGINE, LOCAL
@@ -18,15 +21,27 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.attention import TorchAttention, attend_by_document
 from megatron_neobert.model.kernels import check_hardware
 from megatron_neobert.model.neobert import NeoBERTModel
+from megatron_neobert.runtime import distributed
 
-DEVICE = "cuda"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-pytestmark = [pytest.mark.gpu, needs_gpu, pytest.mark.usefixtures("process_group")]
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if HAS_GPU else [emulated_engine.needs_sources]
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 VOCAB = 4000
 LENGTHS = (5, 1, 250, 128, 640)
 TOKENS = sum(LENGTHS)  # 1024, a multiple of 128, which all FP8 recipes accept
 MAX_SEQLEN = 640
 MASKED = slice(None, None, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    if not HAS_GPU:  # each test has its own process and group
+        yield
+        return
+    distributed.initialize(Settings())
+    yield
+    distributed.shut_down()
 
 
 @pytest.fixture(params=["local", "transformer_engine"])
@@ -104,6 +119,7 @@ def test_document_has_the_same_logits_alone_and_packed(implementation):
             assert cosine(packed_tv[start:end], alone_tv) > 0.999
 
 
+@needs_gpu
 def test_a_step_never_waits_for_the_device(implementation):
     """Forward and backward with arguments on the GPU. Only the first step, which compiles, may wait."""
     model = build(implementation)
@@ -122,6 +138,7 @@ def test_a_step_never_waits_for_the_device(implementation):
     assert losses_m.isfinite().all() and not losses_m[-3:].any()
 
 
+@needs_gpu
 def test_sync_debug_mode_detects_waiting_for_the_device():
     torch.cuda.set_sync_debug_mode("error")
     try:
