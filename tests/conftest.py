@@ -17,8 +17,7 @@ os.environ.pop("HF_HUB_OFFLINE", None)  # exported on many clusters; tests that 
 os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported: before a command, which starts a cluster so
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PUBLISHED = REPOSITORY / "tests" / "published"
+PUBLISHED = Path(__file__).with_name("published")
 
 
 def pytest_collection_finish() -> None:

@@ -34,10 +34,10 @@ class ObjectServer:
     has_ranges: bool = True  # False: requests for a range are answered with the whole file
 
     @contextmanager
-    def running(self, port: int = 0) -> Iterator["ObjectServer"]:
+    def running(self) -> Iterator["ObjectServer"]:
         """Answer in threads of this process until the block ends."""
         handler = type("Handler", (_Handler,), {"object_server": self})
-        with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             self.url = f"http://127.0.0.1:{server.server_port}"
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
             try:

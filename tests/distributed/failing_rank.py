@@ -38,8 +38,8 @@ CALLS = {"training": 3}  # the fault is in this call; otherwise in the first
 
 
 def fail(how: str) -> None:
-    """Fail in one way, and first print when."""
-    print(f"fault at {time.time()}", flush=True)
+    """Print a line, and fail in one way."""
+    print("the fault", flush=True)
     if how == "raise":
         raise ValueError("planted\x1b]0;owned\x07")
     if how == "refuse":

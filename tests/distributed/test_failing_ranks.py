@@ -3,7 +3,6 @@
 import itertools
 import re
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -30,16 +29,14 @@ REASONS = {
 
 
 def launch(corpus: Any, *, nodes: int, fault: str) -> list[Ended]:
-    """Run two ranks on one or two nodes until all launchers have ended. Print the seconds after the fault."""
+    """Run two ranks on one or two nodes until all launchers have ended."""
     settings = tiny_settings(corpus, training={"eval_interval": 3})
     if fault.endswith(("hang", "stop")):
         settings = settings.with_section("parallel", distributed_timeout_minutes=HANG_MINUTES)
     variables = {"NPROC_PER_NODE": str(2 // nodes), "FAULT": fault, "OMP_NUM_THREADS": "1"}
     command = ("failing_rank:launch_forked", "failing_rank", *flags_of(settings))
     results = run_nodes([command] * nodes, [variables] * nodes, limit_seconds=LONGEST_SECONDS)
-    fault_time = re.search("fault at (.*)", "".join(result.output for result in results))
-    assert fault_time is not None, results
-    print(f"{fault} on {nodes}: launchers ended within {time.time() - float(fault_time[1]):.1f} s")
+    assert any("the fault\n" in result.output for result in results), results
     return results
 
 

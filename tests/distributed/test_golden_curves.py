@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ranks import read_metrics, train_on_ranks
+from test_layouts import largest_relative_gap
 from test_muon import MUON
 from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
@@ -60,8 +61,7 @@ def curve_of(name: str, corpus: Any, save: Path, **training: Any) -> dict[str, A
 
 
 def gap(expected: list[float], measured: list[float]) -> float:
-    assert len(expected) == len(measured) == STEPS
-    return max(abs(first - second) / abs(first) for first, second in zip(expected, measured, strict=True))
+    return largest_relative_gap(dict(enumerate(expected)), dict(enumerate(measured)))
 
 
 @pytest.fixture(scope="module")

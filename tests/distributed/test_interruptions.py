@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ranks import read_metrics, train_on_ranks
-from reliability.states import assert_same_state, names_in
+from reliability.states import assert_same_state
 from tests_tiny import ITERATIONS
 
 from megatron_neobert.checkpoint import folder
@@ -116,7 +116,7 @@ def test_damaged_checkpoints_are_named_and_renamed_and_the_run_resumes_from_an_o
     assert warning.startswith(f"{truncated}: {size // 2} bytes, expected {size};")
     assert warning.endswith("It is now iter_0000004.damaged.")
     assert f"from {save}/iter_0000003" in output
-    assert {"iter_0000004.damaged", "iter_0000004"} <= names_in(save)
+    assert (save / "iter_0000004.damaged").is_dir() and (save / "iter_0000004").is_dir()
     last, expected = (iteration_folder(Path(each.checkpoint.save), ITERATIONS) for each in (run, whole))
     assert_same_state(last, expected)
     with pytest.raises(AssertionError):  # the control

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,13 +43,9 @@ def other_line() -> None:
         pytest.skip(f"OTHER_PYTHON also has megatron-core {version}")
 
 
-def stopped_halfway(settings: Callable[..., Settings], name: str) -> Settings:
-    return settings(name, training={**LENGTH, "exit_interval": STOP})
-
-
 def test_a_checkpoint_that_the_other_line_loads_and_saves_keeps_every_bit(settings):
-    run, copy = stopped_halfway(settings, "run"), settings("copy", training=LENGTH)
-    train_on_ranks(run)
+    run, copy = (settings(name, training=LENGTH) for name in ("run", "copy"))
+    train_on_ranks(run.with_section("training", exit_interval=STOP))
     run_elsewhere(__file__, settings=copy.with_section("checkpoint", load=run.checkpoint.save))
     folders = [iteration_folder(Path(str(part.checkpoint.save)), STOP) for part in (copy, run)]
     assert_same_state(*folders)

@@ -1,10 +1,9 @@
 """Contents of checkpoints, for comparisons bit for bit."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
+from json_files import read_json
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -23,10 +22,6 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def train_state_of(checkpoint: Path) -> dict[str, Any]:
-    return dict(json.loads((checkpoint / "train_state.json").read_text())["progress"])
-
-
 def assert_same_tensors(checkpoint: Path, expected: Path) -> None:
     """Assert that weights and optimizer state of two checkpoints are equal bit for bit."""
     tensors, expected_tensors = tensors_of(checkpoint), tensors_of(expected)
@@ -37,9 +32,5 @@ def assert_same_tensors(checkpoint: Path, expected: Path) -> None:
 def assert_same_state(checkpoint: Path, expected: Path) -> None:
     """Assert that weights, optimizer state and train state of two checkpoints are equal bit for bit."""
     assert_same_tensors(checkpoint, expected)
-    assert train_state_of(checkpoint) == train_state_of(expected)
-
-
-def names_in(folder: Path) -> set[str]:
-    """Return the names of all files and folders in a save folder, without logs and lock."""
-    return {path.name for path in folder.iterdir()} - {"metrics.jsonl", "tensorboard", "lock"}
+    state, expected_state = (read_json(folder / "train_state.json") for folder in (checkpoint, expected))
+    assert state["progress"] == expected_state["progress"]
