@@ -109,7 +109,7 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     unknown_tokens: int = 0
-    utf8_bytes: int = 0  # of the texts that the filters kept
+    utf8_bytes: int = 0  # size of the texts of the documents
     sampled_characters: int = 0  # in a sample of the documents, see Encoder
     unknown_characters: int = 0  # characters of the sample that unknown tokens replace
     rejected: dict[str, int] = field(default_factory=dict)  # records in error, by reason

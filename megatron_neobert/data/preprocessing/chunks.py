@@ -96,13 +96,14 @@ class TokenizeJob(Job[TokenizedChunk]):
             # Long values are shortened here, because a field may be a whole page.
             for key, values in columns.items():
                 values += (plain_value(batch.fields[index].get(key)) for index in with_tokens)
-            if len(with_tokens) < lengths.size:
-                batch.dropped[NO_TOKENS] += lengths.size - len(with_tokens)
+            without_tokens = [batch.texts[index] for index in np.flatnonzero(lengths == 0)]
+            if without_tokens:
+                batch.dropped[NO_TOKENS] += len(without_tokens)
             counts = Counts(
                 documents=len(with_tokens),
                 tokens=ids.size,
                 unknown_tokens=int(np.count_nonzero(ids == encoder.tokenizer.unk_id)),
-                utf8_bytes=batch.utf8_bytes,
+                utf8_bytes=batch.utf8_bytes - sum(len(text.encode()) for text in without_tokens),
                 rejected=Counter(record.reason for record in batch.rejected),
                 dropped=batch.dropped,
             )

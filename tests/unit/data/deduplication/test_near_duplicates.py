@@ -55,8 +55,8 @@ def planted(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Divide the planted corpus into 17 chunks."""
+def small_ranges(monkeypatch):
+    """Divide the planted corpus into 17 ranges."""
     monkeypatch.setattr(search, "RANGE_DOCUMENTS", 100)
 
 
@@ -154,7 +154,7 @@ def expected(planted, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "bucket", "workers"),
+    ("range_documents", "bucket_documents", "workers"),
     [
         (100, 1000, 3),
         # Eight buckets in each band.
@@ -163,11 +163,11 @@ def expected(planted, tmp_path_factory):
         (1 << 18, 300, 1),
     ],
 )
-def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
-    planted, expected, tmp_path, monkeypatch, chunks, bucket, workers
+def test_list_is_the_same_for_any_number_of_workers_ranges_and_buckets(
+    planted, expected, tmp_path, monkeypatch, range_documents, bucket_documents, workers
 ):
-    monkeypatch.setattr(search, "RANGE_DOCUMENTS", chunks)
-    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", range_documents)
+    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket_documents)
     monkeypatch.setattr(run, "_STEP_PAIRS", 7)
     monkeypatch.setattr(search, "_STEP_TOKENS", 3000)
     monkeypatch.setattr(run, "_STEP_DOCUMENTS", 100)

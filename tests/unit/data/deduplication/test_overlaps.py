@@ -38,10 +38,12 @@ def ngrams(tokens):
     return {tuple(tokens[at : at + NGRAM].tolist()) for at in range(len(tokens) - NGRAM + 1)}
 
 
-@pytest.mark.parametrize(("workers", "chunk"), [(1, 1000), (2, 37)])
-def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(planted, monkeypatch, workers, chunk):
+@pytest.mark.parametrize(("workers", "range_documents"), [(1, 1000), (2, 37)])
+def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(
+    planted, monkeypatch, workers, range_documents
+):
     folder, documents, texts = planted
-    monkeypatch.setattr(search, "RANGE_DOCUMENTS", chunk)
+    monkeypatch.setattr(search, "RANGE_DOCUMENTS", range_documents)
     settings = OverlapSettings(
         prefixes=(str(folder / "C"),), against=(str(folder / "E"),), output=folder / "list", workers=workers
     )
