@@ -151,10 +151,9 @@ def load_package(wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lamb
     sys.modules["transformer_engine_torch"] = _Extension(wrap)
     if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs do not include it
         importlib.import_module("torch._dynamo")  # before, or it would use the replacement
+        # Triton kernels can be defined, and not launched.
         for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
-            sys.modules[name] = MagicMock(
-                __path__=[], __version__="3.5.0"
-            )  # Triton kernels can be defined, not launched
+            sys.modules[name] = MagicMock(__path__=[], __version__="3.5.0")
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # before the import, which defines functions
         knobs = importlib.import_module("triton.knobs")

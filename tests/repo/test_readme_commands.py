@@ -136,7 +136,7 @@ def succeed_in(place: Path, command: str) -> str:
 
 
 @pytest.mark.slow
-def test_blocks_of_the_readme_lead_from_raw_shards_to_a_model_that_fills_masks_and_the_quick_start_resumes(place: Path):
+def test_blocks_of_the_readme_lead_from_raw_files_to_a_model_that_fills_masks_and_the_quick_start_resumes(place: Path):
     block = block_of("README.md", "Your own corpus", "bash").replace("\\\n", " ")
     lines = [" ".join(line.split(" #")[0].split()) for line in block.splitlines()]
     said = {line: succeed_in(place, line) for line in lines if line and not line.startswith("source ")}
