@@ -128,12 +128,13 @@ def trackers_of(save: Path, log: Callable[[str], object] = print) -> Trackers:
 def test_tensorboard_has_the_finite_values_of_the_record_in_groups(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trackers = trackers_of(tmp_path)
-    values = {"loss": 2.5, "mfu": 0.5, "validation_loss_web": 4.0, "grad_norm": math.inf}
+    values = {"loss": 2.5, "lr": 0.125, "mfu": 0.5, "validation_loss_web": 4.0, "grad_norm": math.inf}
     trackers.record(7, values, cursor=Cursor())
     trackers.close(failed=False)
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert found == {"train/loss": [(7, 2.5)], "machine/mfu": [(7, 0.5)], "validation/loss_web": [(7, 4.0)]}
+    tags = {"train/loss": 2.5, "train/lr": 0.125, "machine/mfu": 0.5, "validation/loss_web": 4.0}
+    assert found == {tag: [(7, value)] for tag, value in tags.items()}
     first, line = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first.items() >= {"iteration": 0, "start": True}.items()
     assert line.items() >= {"loss": 2.5, "iteration": 7}.items() and "grad_norm" not in line
