@@ -44,11 +44,13 @@ def test_command_writes_graphs_with_config_and_tokenizer_under_the_names_that_li
 
 
 @pytest.mark.parametrize("task", ["fill-mask", "feature-extraction"])
-def test_modules_of_sentence_transformers_are_copied_only_for_a_graph_of_hidden_states(model, tmp_path, task):
+def test_license_is_copied_and_modules_only_for_a_graph_of_hidden_states(model, tmp_path, task):
     pooled = SentenceTransformer(modules=[Transformer(str(model)), Pooling(32), Dense(32, 8)])
     pooled.save_pretrained(str(tmp_path / "pooled"))
+    (tmp_path / "pooled" / "LICENSE").write_text("MIT")
     (tmp_path / "output").mkdir()
     tool.copy_companions(tmp_path / "pooled", tmp_path / "output", task)
+    assert (tmp_path / "output" / "LICENSE").read_text() == "MIT"
     copied = {str(path.relative_to(tmp_path / "output")) for path in (tmp_path / "output").rglob("*.*")}
     modules = {"modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
     assert modules & copied == (modules if task == "feature-extraction" else set())
