@@ -1,5 +1,7 @@
 """A resumed run gives the same bytes and repeats no finished chunk."""
 
+import os
+
 import pytest
 from unit.data.preprocess_workspace import add_mixed_inputs
 
@@ -77,8 +79,19 @@ def test_corpus_of_other_settings_or_files_is_not_complete(workspace, monkeypatc
     workspace.run(**same)
     assert is_complete(plan_preprocessing(workspace.settings(**same)))
     if changed_file:
-        (workspace.folder / changed_file).write_text('{"content": "hello"}\n')
+        file = workspace.folder / changed_file
+        modified = file.stat().st_mtime_ns
+        file.write_text('{"content": "hello"}\n')
+        os.utime(file, ns=(modified, modified))
     assert not is_complete(plan_preprocessing(workspace.settings(**same | changes)))
+
+
+def test_corpus_is_not_complete_if_an_input_file_is_newer(workspace):
+    workspace.add_texts("a.jsonl", "hello")
+    workspace.run()
+    assert is_complete(plan_preprocessing(workspace.settings(resume=True)))
+    (workspace.inputs / "a.jsonl").touch()
+    assert not is_complete(plan_preprocessing(workspace.settings(resume=True)))
 
 
 def test_interrupted_run_with_overwrite_is_not_complete(workspace, allow):
