@@ -3,7 +3,7 @@
 # In error messages and docs/commands.md. Flag of pretraining or of tools/preprocess_data.py -> what replaces it here.
 REPLACEMENTS = {
     "--vocab-file": "--tokenizer-model",
-    "--make-vocab-size-divisible-by": "not needed: vocabularies are padded to a multiple of 128 x tensor-parallel size",
+    "--make-vocab-size-divisible-by": "not needed: vocabularies are padded by Megatron's default",
     "--merge-file": "--tokenizer-model, the folder with tokenizer.json",
     "--tokenizer-type": "the file that --tokenizer-model names decides",
     "--json-keys": "--text-key for the text, --record-key for fields to keep",

@@ -150,7 +150,7 @@ def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported
     kernel = FlashKernel(monkeypatch)
     model[0].auto_model.config._attn_implementation = "flash_attention_2"
     model[0].unpad_inputs = True
-    torch.testing.assert_close(model.encode(TEXTS), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.encode(TEXTS), expected, atol=1e-6, rtol=0)  # measured: 7.7e-7
     calls = [(call["starts"].tolist(), call["longest"]) for call in kernel.calls]
     assert calls == [([0, 9, 13], (9, 9))] * MODEL.num_layers
 
