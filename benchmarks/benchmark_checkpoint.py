@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
-    """Train an iteration, save and load, `rounds` times. Write the medians on this rank to `figures`/RANK as JSON."""
+    """Run a training iteration, save and load `rounds` times. Write this rank's medians to `figures`/RANK as JSON."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     from megatron_neobert.checkpoint import folder as files
     from megatron_neobert.checkpoint.contents import StoredTensors

@@ -109,7 +109,7 @@ def measure(models: dict[str, Any], lengths: str, rows: int, arguments: argparse
         optimizers[name].zero_grad()
 
     def take_turn(number: int, name: str) -> list[float]:
-        """Return the tokens per second of a forward pass and of a training step."""
+        """Return [forward, training] tokens per second of model `name` on batch `number`."""
         batch, speeds = batches[number - 1], []
         may_unpad = (lambda *_: False) if name == PADDED else modeling_neobert.may_unpad
         with patch.object(modeling_neobert, "may_unpad", may_unpad):

@@ -309,7 +309,7 @@ def summarise(rounds: list[dict[str, Timing]], *, peak_tflops: float | None) -> 
 
 
 def largest_loss_gap(rounds: list[dict[str, Timing]]) -> float:
-    """Return the largest relative difference between a step's loss and the reference's loss in the same round."""
+    """Return the largest relative difference between any layout's loss and the reference's in the same round."""
     return max(abs(step.loss / steps["reference"].loss - 1) for steps in rounds for step in steps.values())
 
 

@@ -79,7 +79,7 @@ def finish_of(run: RunLog) -> Finish:
 
 
 def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[str, Any]:
-    """Return a table row: number of runs, mean loss, p-value for a mean below `target`, mean tokens, mean seconds."""
+    """Return a row: number of runs, mean loss, tokens and seconds, and p-value of a test for mean loss < `target`."""
     losses = [finish.loss for finish in finishes.values()]
     seconds = [finish.seconds for finish in finishes.values()]
     return {

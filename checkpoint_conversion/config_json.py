@@ -131,14 +131,14 @@ class _Fields(NamedTuple):
     path: Path
 
     def size(self, key: str) -> int:
-        """Return a value that must be a whole number of at least 1."""
+        """Return a value that must be a whole number from 1 to _LARGEST."""
         value = self.config.get(key)
         if type(value) is not int or not 1 <= value <= _LARGEST:
             raise self.wrong(key, f"a whole number from 1 to {_LARGEST:,} is needed")
         return value
 
     def number(self, key: str) -> float:
-        """Return a value that must be a number of at least 0."""
+        """Return a value that must be a number from 0 to _LARGEST."""
         value: Any = self.config.get(key)
         if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
             raise self.wrong(key, f"a number from 0 to {_LARGEST:,} is needed")

@@ -50,7 +50,7 @@ _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padd
 
 
 def load_for_task(folder: Path, task: str) -> Any:
-    """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head."""
+    """Load a folder's model in fp32, with its masked-language-model head for fill-mask, else without a head."""
     read_model_config(check_folder(folder), folder / "config.json")
     return load_model(folder, "AutoModelForMaskedLM" if task == "fill-mask" else "AutoModel", return_dict=True)
 

@@ -40,7 +40,7 @@ class ModelShape:
     padded_vocab_size: int  # rows that Megatron allocates: a multiple of 128 x tensor-parallel ranks
 
     def resolve(self, letters: str) -> tuple[int, ...]:
-        """Convert a shape in letters, as in the tables, to numbers: `"3h h"` becomes (3 x hidden, hidden)."""
+        """Convert a shape to numbers: `"3h h"` becomes (3 x hidden, hidden). Sizes: h, 3h, f, 2f, v, V."""
         hidden, width = self.model.hidden_size, self.model.ffn_width
         sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
         sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
@@ -81,7 +81,7 @@ def join_heads(published: list[Tensor], shape: ModelShape) -> Tensor:
 
 
 def pad_vocabulary(published: list[Tensor], shape: ModelShape) -> Tensor:
-    """Append rows of zeros up to the padded vocabulary size."""
+    """Pad the published tensor with zero rows to the padded vocabulary size."""
     padding = published[0].new_zeros(shape.padded_vocab_size - shape.vocab_size, *published[0].shape[1:])
     return torch.cat((published[0], padding))
 

@@ -55,7 +55,7 @@ def counted(number: int, singular: str, plural: str | None = None) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first four names and the number of the remaining ones: `a, b, c, d and 12 more`."""
+    """Format up to four names and the number of any others: `a, b, c, d and 12 more`."""
     every = list(names)
     return ", ".join(every[:4]) + (f" and {len(every) - 4:,} more" if len(every) > 4 else "")
 

@@ -34,10 +34,10 @@ class Found(NamedTuple):
 
 
 def find_checkpoint(settings: Settings) -> Found | None:
-    """Return the newest undamaged checkpoint of --load, or else of --continue-from. The result is equal on all ranks.
+    """Return the newest undamaged checkpoint of --load, else of --continue-from. All ranks get the same result.
 
-    Return None if neither folder contains a checkpoint; `check_folders` has checked that a fresh start is allowed.
-    Raise CheckpointError if all checkpoints in a folder are damaged.
+    Return None if neither folder contains a checkpoint; `check_folders` has allowed a fresh start. Damaged checkpoints
+    in --save that are newer are renamed. Raise CheckpointError if a folder has checkpoints, and all are damaged.
 
     Collective: all ranks.
     """

@@ -53,7 +53,7 @@ class Part:
         return Part(self.entry, self.start + begin, weight, main, dict(zip(self.moments, moments, strict=True)))
 
     def boxes(self) -> Iterator[LocalBox]:
-        """Yield the boxes of the weights, the main weights (if stored separately) and the moments."""
+        """Yield boxes that cover the weights, the main weights (if stored separately) and the moments."""
         flats = {"": self.weight}
         if self.has_main:
             flats[MAIN_WEIGHTS] = self.main

@@ -106,7 +106,7 @@ def invalid_values(settings: Settings) -> Iterator[str]:
 
 
 def phase_problems(settings: Settings, *, world_size: int, needs_data: bool) -> Iterator[str]:
-    """Yield error messages about --phases and each phase's settings, without repetitions. Requires --phases."""
+    """Yield distinct error messages about --phases and each phase's settings. `settings` must have phases."""
     counts = [phase.after_iters for phase in settings.training.phases]
     if counts != sorted(set(counts)) or counts[0] < 1:
         yield (

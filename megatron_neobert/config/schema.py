@@ -325,7 +325,7 @@ class Settings:
 
     @property
     def use_distributed_optimizer(self) -> bool:
-        """True if data-parallel ranks share the optimizer state (ZeRO-1). Muon needs whole matrices on each rank."""
+        """True if data-parallel ranks share optimizer state (ZeRO-1). False for Muon, which needs whole matrices."""
         return self.optimizer.optimizer != "muon"
 
     @property

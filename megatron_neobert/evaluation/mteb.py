@@ -312,7 +312,7 @@ def folder_of(data_dir: Path, task: AbsTask) -> Path:
 
 
 def store_task(data_dir: Path, task: AbsTask) -> None:
-    """Download the repository of a task's data set to `folder_of(data_dir, task)`, which must not exist."""
+    """Download a task's data set to `folder_of(data_dir, task)`, which must not exist yet."""
     target = folder_of(data_dir, task)
     temporary = temporary_path(target)
     create_folder(temporary)

@@ -43,12 +43,12 @@ class Segment:
 
 
 def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple[Settings, Path | None]:
-    """Return the settings for rebuilding an iteration, on one rank and without outputs, and the checkpoint to start at.
+    """Return the settings that rebuild an iteration on one rank without outputs, and the checkpoint to start from.
 
     The checkpoint is the newest before the iteration, or None to start at iteration 1.
 
     Args:
-        load: Folder of a run, whose settings apply unless `flags` contains --config; or None.
+        load: Folder of a run, or None. The run's settings apply unless `flags` contains --config.
         flags: Flags of `neobert train`, which override the run's settings.
 
     Raises:

@@ -41,7 +41,7 @@ def masked_tokens(settings: Settings) -> int:
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int) -> RankMemory:
-    """Return the memory of a rank in the pipeline stage that needs most memory. See `plan_stage` for the arguments."""
+    """Return the memory of a rank in the pipeline stage that needs the most. See `plan_stage` for the arguments."""
     stages = range(settings.parallel.pipeline_model_parallel_size)
     plans = (plan_stage(settings, vocab_size=vocab_size, world_size=world_size, stage=stage) for stage in stages)
     return max(plans, key=lambda rank: rank.total)

@@ -368,7 +368,7 @@ def _run_seconds(forecasts: Sequence[Forecast], planned: Sequence[tuple[Settings
 def step_on(
     gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400, gpu: str = GPU
 ) -> StepTime:
-    """Return the time of an iteration of `flops` operations on `gpus` GPUs, for settings from `fit_micro_batch`."""
+    """Return the iteration time on `gpus` GPUs for `flops` operations and settings from `fit_micro_batch`."""
     busy = compute_seconds(gpus, settings, flops, gpu=gpu)
     step = plan_step(settings, vocab_size=vocab_size, world_size=gpus, compute_seconds=busy, network_gbps=network_gbps)
     return step._replace(total=step.total + FIXED_SECONDS)

@@ -150,7 +150,7 @@ def summarize(recipe: Recipe) -> str:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the content of a recipe's YAML file. Settings that the file omits have NeoBERT's values."""
+    """Return a recipe as the text of a YAML file. Settings that it leaves out default to NeoBERT's."""
     warmup = min(2000, recipe.iterations // 10)
     # At most the memory of NeoBERT's 64 sequences, 50 GiB. A start lowers the size to the batch of a rank.
     fitting = 64 * 28 * 768 / (recipe.model.num_layers * recipe.model.hidden_size)

@@ -95,9 +95,9 @@ def empty_folder(path: Path, *, keep: tuple[str, ...]) -> None:
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Swap the names of two folders on the same file system atomically: both names exist at every moment.
+    """Swap the names of two folders on one file system atomically, so that both names always exist.
 
-    On a file system without this operation, such as NFS, rename three times instead. Raise OSError if this fails.
+    If the file system cannot do this, as on NFS, rename three times instead. Raise OSError on failure.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     paths = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))

@@ -71,7 +71,7 @@ class RunStatus:
         self.store.set(f"rank/{status.rank}", json.dumps(status))
 
     def read(self, rank: int) -> Status:
-        """Return the latest status of a rank, or the default `Status` if the rank has not published any yet."""
+        """Return a rank's latest status. If the rank has published none, store and return `Status(rank)`."""
         return Status(*parse_json(self.store.compare_set(f"rank/{rank}", "", json.dumps(Status(rank)))))
 
     def record(self, failure: Failure) -> Failure:

@@ -105,7 +105,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the trackers."""
+        """Close the trackers, as failed if the block raised."""
         if self.trackers is not None:
             self.trackers.close(failed=kind is not None)
 

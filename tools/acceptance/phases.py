@@ -45,7 +45,10 @@ def check_environment(phase: Phase) -> None:
 
 
 def check_first_step(phase: Phase) -> None:
-    """Train three iterations with local layers and with Transformer Engine's. Losses and gradients must be finite."""
+    """Train three iterations with local layers and, on a GPU, with Transformer Engine's.
+
+    Every loss and gradient norm must be finite.
+    """
     layers = {"local layers": LOCAL}
     if phase.device == "cuda":
         layers["Transformer Engine"] = ENGINE

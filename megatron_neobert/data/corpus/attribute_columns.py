@@ -88,9 +88,9 @@ def join_columns(path: Path, chunks: Sequence[Path]) -> FileRecord:
 
 
 def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]") -> FileRecord:
-    """Write the rows of all tables as a Parquet file, in row groups of 2^17 documents, and sync the file to disk.
+    """Write all tables, a row per document, to one Parquet file in groups of 2^17 rows, and sync it to disk.
 
-    An existing file is replaced. Return the new file's size and checksum.
+    Overwrite an existing file in place. Return the file's size and checksum.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

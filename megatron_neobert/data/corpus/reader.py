@@ -99,10 +99,11 @@ class Corpus:
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[Any]:
-        """Return the token ids of document segments, concatenated in one new array of the corpus's dtype.
+        """Return the token ids of document segments, concatenated in a new array of the corpus's dtype.
 
-        Segment i is lengths[i] tokens of documents[i], from token starts[i] on, and must be within the document. Raise
-        DataError if the index contradicts itself about a document, or an id may not occur in a document.
+        Segment i has lengths[i] tokens of documents[i], starting at token starts[i], and must be within the document.
+        Raise DataError if the index is inconsistent for a document, or a segment contains an id that documents must not
+        contain.
         """
         item = self.dtype.itemsize
         locations = self._locate(documents)

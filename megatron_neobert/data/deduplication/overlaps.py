@@ -80,10 +80,10 @@ class OverlapJob(Job[None]):
 
 
 def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]] | None:
-    """Find overlapping documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
+    """Find documents that overlap evaluation texts, write the drop list `settings.output`, and remove OUTPUT.partial.
 
-    Return the drop list's entries, one per searched corpus, and one `Overlaps` per corpus of evaluation texts.
-    Return None if a resumed search has nothing to do.
+    Return one drop-list entry per searched corpus and one `Overlaps` per evaluation corpus, or None if the drop list of
+    a resumed search is complete.
     """
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]

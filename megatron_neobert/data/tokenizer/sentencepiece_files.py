@@ -39,10 +39,10 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # ModelProt
 
 
 def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Read a model file, and return its back end and the text of each special token ("cls" -> "<s>").
+    """Read a model file, and return its back end and its special tokens, such as {"cls": "<s>"}.
 
-    Special tokens that the model lacks are added after its vocabulary, with RoBERTa's names. Raise DataError if the
-    model file or tokenizer_config.json is damaged, or the kind of the model is not supported.
+    Special tokens that the model lacks are appended to its vocabulary under RoBERTa's names. Raise DataError if the
+    model file or tokenizer_config.json is damaged, or the model is not supported.
     """
     model = _read_model(path)
     # SentencePiece splits a text at these symbols, the longest first. A symbol with a space never occurs in a text.

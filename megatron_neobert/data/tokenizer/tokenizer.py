@@ -349,7 +349,7 @@ def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) ->
 
 
 def _split_at_spaces(text: str) -> Iterator[str]:
-    """Yield parts of at most _ENCODE_CHARACTERS, cut before a space or line feed. A longer word stays in one part."""
+    """Yield parts, cut before spaces or line feeds. A part exceeds _ENCODE_CHARACTERS only if a word does."""
     start = 0
     while len(text) - start > _ENCODE_CHARACTERS:
         end = start + _ENCODE_CHARACTERS
