@@ -2,12 +2,12 @@
 
 A dataset is a file NAME.csv, NAME.jsonl or NAME.parquet, or a folder NAME with the splits train, and optionally
 validation and test. Its columns are `text`, optionally `text2` for the second text of a pair, and `label`: the name or
-the number of a class, equal in all formats (`1` is `1.0`, `true` is `True`). Missing splits are taken from the training
-set by a hash of the text: a tenth for validation, and of a single file another tenth for the test. Equal texts
-therefore stay together, and new rows move no old ones.
+number of a class, read alike from every format (`1` equals `1.0`, `true` equals `True`). Missing splits are taken from
+the training set by a hash of the text: a tenth for validation and, if the dataset is a single file, another tenth for
+testing. So equal texts stay together, and additional rows do not move existing ones.
 
-The protocol is GLUE's, with one evaluation per epoch and, where the model's class has the choice, a head on the mean of
-the token states. The validation set chooses the step and the point by accuracy. Each run evaluates its best weights
+The protocol is GLUE's, with one evaluation per epoch and, if the model's class offers it, a head on the mean of the
+token states. The validation set chooses the step and the point by accuracy. Each run evaluates its best weights
 once on the test set, if there is one. confusion.png shows which class was predicted for the rows of each class.
 """
 

@@ -1,6 +1,6 @@
 """Tokens per second of an encoder's forward pass by document length, with the fastest batch size for each length.
 
-Models are measured one after the other, each alone on the device. All documents of a batch have the same length. A unit
+Models are measured one after another, each alone on the device. All documents of a batch have the same length. A unit
 of the ledger in OUTPUT/MODEL/throughput is a length with a batch size. When a batch does not fit into memory, larger
 batches of its length are skipped; this is not recorded, so the next start tries again. Lengths beyond a model's learned
 positions are skipped with a message.
@@ -95,7 +95,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions) -> Path:
 
 
 def measure_batch(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
-    """Time forward passes of one batch. Errors other than a lack of memory pass through.
+    """Time forward passes of one batch. Errors other than out-of-memory errors propagate.
 
     Returns:
         {"tokens_per_second": [lower quartile, median, upper quartile], "peak_bytes": GPU memory, None on a CPU}. None

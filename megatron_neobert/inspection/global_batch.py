@@ -1,8 +1,8 @@
 """Rebuild the global batch of an iteration of a run, with the code that builds it in training.
 
-The first checkpoint after a batch has the settings with which a process trained on the batch. Tensors of checkpoints
-are not read. Without a checkpoint before the batch, all earlier packed sequences are packed again. This reads only
-lengths, about 2 M documents per second.
+The settings that trained on a batch are in the first checkpoint after it. Tensors of checkpoints are not read. Without
+a checkpoint before the batch, all earlier packed sequences are packed again. This reads only lengths, about 2 M
+documents per second.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Memory of the rank that needs most, computed from the settings.
+"""Memory of the rank that needs the most, computed from the settings.
 
 Weights, gradients and optimizer state are exact. Activations follow a formula for the tensors that Transformer Engine's
 layers keep for the backward pass, with a factor for local layers; docs/cluster.md states its error, and tests/gpu_path

@@ -126,7 +126,7 @@ def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> 
 
 
 def traffic_seconds(settings: Settings, traffic: Traffic, *, world_size: int, network_gbps: float) -> float:
-    """Return the seconds that all calls of `traffic` take, one after the other.
+    """Return the seconds that all calls in `traffic` take, one after another.
 
     Assumes nodes of eight GPUs with NVLink, and a network adapter of `network_gbps` gigabits per second for each GPU.
     """

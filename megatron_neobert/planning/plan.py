@@ -218,7 +218,7 @@ def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
 def gpu_lines(
     forecasts: Sequence[Forecast], memory: RankMemory, options: PlanOptions, *, vocab_size: int, world_size: int
 ) -> list[str]:
-    """Format a table with a line for each GPU model: the run's time at the measured rate, free or lacking memory."""
+    """Format a table with a line for each GPU model: run time at the measured rate, and spare or missing memory."""
     settings = forecasts[0].phase.settings
     precision, tokens = _precision(settings), sum(each.iterations * each.sample.tokens for each in forecasts)
     is_measured = precision in MEASURED_SHARE

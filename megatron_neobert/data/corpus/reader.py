@@ -110,7 +110,7 @@ class Corpus:
         is_inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= locations.lengths)
         assert is_inside.all(), f"segment {np.argmin(is_inside)} exceeds its document"
         begins = locations.begins + starts * item
-        # Without this, the slices below would fetch the remaining blocks one after the other.
+        # Without this, the slices below would fetch the remaining blocks one after another.
         self.prefetch(documents)
         bounds = zip(locations.shards.tolist(), begins.tolist(), (begins + lengths * item).tolist(), strict=True)
         # One slice per segment is faster than one vectorised index over all tokens.
