@@ -3,7 +3,7 @@
 1. Signatures: one job per range of documents computes 64-bit keys of each document, one for each band and a hash of all
    of its token ids, and sorts the documents by each key. A threshold of 1 needs the hash only.
 2. Pairs: one job per key and bucket (a range of values) compares documents with equal keys by their n-grams;
-   candidates.py chooses the pairs. As ranges are sorted, a bucket is one slice of each range.
+   minhash.py chooses the pairs. As ranges are sorted, a bucket is one slice of each range.
 3. Clusters: similar pairs are joined to clusters. The first document of a cluster stays, all others are dropped.
 
 Documents are numbered across all corpora, in the order of the command line. The result does not depend on the number of
@@ -28,18 +28,16 @@ from megatron_neobert.data.corpus.attributes import add_attribute, attributes_fo
 from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
-from megatron_neobert.data.deduplication.candidates import (
-    divide_families,
-    find_families,
-    pair_by_rare_ngrams,
-    pair_neighbours,
-)
 from megatron_neobert.data.deduplication.minhash import (
     MinHashSettings,
     band_keys,
+    divide_families,
+    find_families,
     hash_documents,
     jaccard,
     minima,
+    pair_by_rare_ngrams,
+    pair_neighbours,
     shingles,
 )
 from megatron_neobert.data.deduplication.search import (
@@ -58,10 +56,8 @@ from megatron_neobert.runtime.new_file import NewFile
 
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
 BUCKET_DOCUMENTS = 12_000_000
-# Pairs whose lengths are looked up together, with 40 MB of memory.
-_STEP_PAIRS = 1 << 17
-# Documents of the last stage whose clusters are looked up together.
-_STEP_DOCUMENTS = 1 << 20
+_STEP_PAIRS = 1 << 17  # pairs whose lengths are looked up together, with 40 MB of memory
+_STEP_DOCUMENTS = 1 << 20  # documents of the last stage whose clusters are looked up together
 _PAIR_DTYPE = np.dtype("<i8")
 
 

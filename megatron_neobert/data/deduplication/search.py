@@ -18,8 +18,7 @@ from megatron_neobert.errors import ConfigError, DataError, MissingInputError, O
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions
 from megatron_neobert.text import parse_json
 
-# After a kill, a worker repeats at most one range of this size.
-RANGE_DOCUMENTS = 1 << 18
+RANGE_DOCUMENTS = 1 << 18  # after a kill, a worker repeats at most one range of this size
 # Tokens per step, see `steps_of`. This size fits the second-level cache and was measured the fastest.
 _STEP_TOKENS = 1 << 16
 

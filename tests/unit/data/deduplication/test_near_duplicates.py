@@ -14,7 +14,7 @@ from unit.data.small_corpus import documents_in, numbered_tokenizer, random_docu
 from megatron_neobert.data.corpus.attributes import choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.deduplication import candidates, run, search
+from megatron_neobert.data.deduplication import minhash, run, search
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
 from megatron_neobert.data.deduplication.run import FindSettings, count_cluster_sizes, find_clusters, find_duplicates
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -103,7 +103,7 @@ def test_copies_among_documents_of_one_template_are_found_as_often_as_the_formul
 
     Comparisons with the first and the previous document of a key alone find 120.
     """
-    monkeypatch.setattr(candidates, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(minhash, "BLOCK_TOKENS", block_tokens)
     documents = templated_family(size, own=40, changes=(3, 9))
     sets = ngram_sets(documents)
     pairs = [(a, b, len(sets[a] & sets[b]) / len(sets[a] | sets[b])) for a, b in combinations(range(size), 2)]
@@ -140,7 +140,7 @@ def test_comparisons_per_document_of_a_family_are_bounded():
     documents = templated_family(400, own=40, changes=(3, 9))
     lengths, ids = np.full(400, 290), np.concatenate(documents)
     families, is_joined = np.zeros(400, np.int64), np.arange(400) % 2 == 0
-    pairs = candidates.pair_by_rare_ngrams(ids, lengths, families, is_joined, 5)
+    pairs = minhash.pair_by_rare_ngrams(ids, lengths, families, is_joined, 5)
     assert 0 < len(pairs) <= 4 * 200 and (pairs[:, 0] < pairs[:, 1]).all()
     assert not is_joined[pairs].all(axis=1).any()
 
