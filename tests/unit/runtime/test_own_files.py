@@ -10,8 +10,8 @@ from unit.data.preprocess_workspace import Workspace
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
 from megatron_neobert.checkpoint.folder import check_folders, claim
+from megatron_neobert.commands.adopt import adopt_corpus
 from megatron_neobert.config.schema import CheckpointConfig
-from megatron_neobert.data.corpus.adoption import adopt
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates
 from megatron_neobert.errors import OutputError
@@ -32,10 +32,10 @@ def write_small_corpus(folder: Path) -> str:
     return str(folder / "A")
 
 
-def adopt_corpus(folder: Path) -> None:
+def adopt_in(folder: Path) -> None:
     prefix = write_small_corpus(folder)
     (folder / "A.json").unlink()
-    adopt(prefix, numbered_tokenizer(100))
+    adopt_corpus(prefix, numbered_tokenizer(100))
 
 
 def find(folder: Path, **changes: Any) -> None:
@@ -67,7 +67,7 @@ def build(folder: Path) -> None:
 # (derived name, the command, or the function by which several commands write)
 PATHS = [
     ("out/run_content_document.partial", preprocess),
-    ("A_documents.partial", adopt_corpus),
+    ("A_documents.partial", adopt_in),
     ("list.partial", find),
     ("A.attributes.partial", lambda folder: find(folder, add_attribute="size")),
     (".tmp-iter_0000001", start_training),
@@ -77,7 +77,7 @@ PATHS = [
     ("output", build),
     ("out/run_content_document.partial/lock", preprocess),
     ("out/run_content_document.bin", preprocess),
-    ("A_documents.idx", adopt_corpus),
+    ("A_documents.idx", adopt_in),
     ("list", find),
     ("lock", start_training),
     ("lock", evaluate),

@@ -9,8 +9,8 @@ from commands import run_forked
 from unit.data.child_processes import count_changes
 from unit.data.small_corpus import cut, damage, numbered_tokenizer, put, random_documents
 
-from megatron_neobert.data.corpus import adoption
-from megatron_neobert.data.corpus.adoption import adopt
+from megatron_neobert.commands import adopt
+from megatron_neobert.commands.adopt import adopt_corpus
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -42,11 +42,11 @@ def write_as_megatron(prefix, documents, *, sentence_tokens=None, eod_id=None, d
 @pytest.mark.parametrize("sentence_tokens", [None, 4], ids=["whole", "sentences"])
 @pytest.mark.parametrize("empty", [0, 2])
 def test_documents_are_those_that_megatron_wrote(tmp_path, monkeypatch, dtype, eod_id, sentence_tokens, empty):
-    monkeypatch.setattr(adoption, "_STEP", 2 if empty else 1 << 14)
+    monkeypatch.setattr(adopt, "_STEP", 2 if empty else 1 << 14)
     documents = [*DOCUMENTS[:2], *[[]] * empty, *DOCUMENTS[2:]]
     prefix = write_as_megatron(tmp_path / "M", documents, sentence_tokens=sentence_tokens, eod_id=eod_id, dtype=dtype)
     before = {end: sha256_of(tmp_path / f"M.{end}") for end in ("bin", "idx")}
-    corpus, _ = adopt(prefix, TOKENIZER)
+    corpus, _ = adopt_corpus(prefix, TOKENIZER)
     check_content(corpus)
     assert [corpus.document(number).tolist() for number in range(len(corpus))] == DOCUMENTS
     manifest = corpus.manifest
@@ -58,7 +58,7 @@ def test_documents_are_those_that_megatron_wrote(tmp_path, monkeypatch, dtype, e
     assert (tmp_path / "M.bin").samefile(f"{prefix}_documents.bin") == (eod_id is None), "a hard link where possible"
     adopted = indexed_dataset.IndexedDataset(f"{prefix}_documents")
     assert [adopted[number].tolist() for number in range(len(adopted))] == DOCUMENTS
-    assert adopt(prefix, TOKENIZER)[0].manifest == manifest, "a second call finds the corpus"
+    assert adopt_corpus(prefix, TOKENIZER)[0].manifest == manifest, "a second call finds the corpus"
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_files_that_cannot_become_a_corpus_are_refused_without_output(tmp_path, 
         damage(tmp_path / f"M.{change[0]}", change[1])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=message):
-        adopt(prefix, numbered_tokenizer(vocab_size))
+        adopt_corpus(prefix, numbered_tokenizer(vocab_size))
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_call_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
     write_as_megatron(tmp_path / "M", DOCUMENTS, eod_id=SEP)
-    for at in range(1, 1 + count_changes(partial(adopt, str(tmp_path / "M"), TOKENIZER))):
+    for at in range(1, 1 + count_changes(partial(adopt_corpus, str(tmp_path / "M"), TOKENIZER))):
         prefix = write_as_megatron(tmp_path / f"M{at}", DOCUMENTS, eod_id=SEP)
-        assert not count_changes(partial(adopt, prefix, TOKENIZER), killed_at=at)
-        check_content(adopt(prefix, TOKENIZER)[0])
+        assert not count_changes(partial(adopt_corpus, prefix, TOKENIZER), killed_at=at)
+        check_content(adopt_corpus(prefix, TOKENIZER)[0])
     assert at > 3
 
 
