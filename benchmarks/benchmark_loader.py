@@ -118,8 +118,8 @@ def ours(settings: Any, opened: list[Any], num_workers: int, *, with_dali: bool 
     """Yield (capacity, real tokens) of this project's batches, without end. If `num_workers` is 0, start no process."""
     import torch
 
+    from megatron_neobert.data.batches.batch import build_stream
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
-    from megatron_neobert.data.batches.stream import build_stream
 
     stream = build_stream(settings, opened)
     if with_dali:

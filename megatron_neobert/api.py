@@ -4,10 +4,9 @@ from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.export import export
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.batch import RankPosition
+from megatron_neobert.data.batches.batch import RankPosition, build_stream
 from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.batches.loader import build_loader
-from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.filters import Record
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer

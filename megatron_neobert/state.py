@@ -8,8 +8,8 @@ import torch
 
 from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.batch import BatchStream
 from megatron_neobert.data.batches.corpora import OpenedCorpora
-from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.model.neobert import NeoBERTModel
 

@@ -17,9 +17,8 @@ from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, 
 from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config.cli import parse_command_line, read_record
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
-from megatron_neobert.data.batches.batch import GlobalBatch, RankPosition
+from megatron_neobert.data.batches.batch import GlobalBatch, RankPosition, build_stream
 from megatron_neobert.data.batches.corpora import OpenedCorpora
-from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.data.batches.windows import IGNORED_LABEL
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 

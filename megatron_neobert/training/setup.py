@@ -11,9 +11,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.batch import RankPosition
+from megatron_neobert.data.batches.batch import RankPosition, build_stream
 from megatron_neobert.data.batches.corpora import OpenedCorpora, open_phases
-from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed

@@ -22,8 +22,7 @@ from megatron_neobert.data.inputs.input_reader import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 
-# Documents of a part of --split that are marked in one step.
-_STEP = 1 << 20
+_STEP = 1 << 20  # documents of a part of --split that are marked in one step
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,7 @@ def open_phases(settings: Settings) -> list[OpenedCorpora]:
 def _split_sources(
     components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Return the sources for training and for validation. Components that hold out nothing have no validation source.
-
-    Raise ConfigError for a malformed `split`, and DataError if a component has no document for training, or if its
-    filters choose no held-out document.
-    """
+    """Return the sources for training and for validation. A component without held-out documents has only one."""
     training: list[Source] = []
     validation: list[Source] = []
     for component, weight in zip(components, whole_weights(components), strict=True):
@@ -116,7 +111,6 @@ def _split_sources(
 
 
 def _describe(component: Component, source: Source, data: DataConfig) -> str:
-    """Return a log line: the number of training documents of a component, and how many documents --split holds out."""
     corpus = source.corpus
     held_out = len(corpus) - len(split_documents(len(corpus), data.share_of_data_path)[0])
     documents = f"{len(source.documents):,} of {len(corpus):,} documents"

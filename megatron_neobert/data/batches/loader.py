@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
-from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.batch import BatchStream, MicroBatch, RankBatches
 from megatron_neobert.errors import ConfigError, NeoBERTError, WorkerError, short_reason
 
 _PREFETCHED_MICRO_BATCHES = 2  # one in training, one being copied
@@ -99,9 +98,8 @@ def build_loader(stream: BatchStream, *, num_workers: int) -> Iterator[RankBatch
 def _detach_worker(worker: int, *, parent: int) -> None:
     """Replace the network sockets that a forked worker inherited, ignore stop signals, and exit with the parent.
 
-    Inherited listening sockets would outlive the parent, and connections to them would wait unanswered. torchrun and
-    Slurm send stop signals to every process of a job. The trainer responds by finishing its step and saving, but a
-    worker's death would interrupt the trainer with a DataLoader error.
+    Inherited listening sockets would outlive the parent. torchrun and Slurm send stop signals to every process of a
+    job; the trainer finishes its step and saves, but a worker's death would interrupt it with a DataLoader error.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("inet"):

@@ -14,8 +14,8 @@ from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
+from megatron_neobert.data.batches.batch import build_stream
 from megatron_neobert.data.batches.corpora import open_corpora, open_phases
-from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.forecast import sample_iteration

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import BERT, IDS, PAPER, MemoryCorpus, bits_of, ranks_of, stream_over
 
-from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.batch import BatchStream
 from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import stream_over, whole
 
+from megatron_neobert.data.batches.batch import BatchStream
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.stream import BatchStream
 
 WEIGHTS = (1, 2, 2)
 

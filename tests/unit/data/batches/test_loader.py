@@ -14,8 +14,8 @@ import torch
 from unit.data.child_processes import has_ended, wait_for
 from unit.data.corpus.memory_corpus import MemoryCorpus, contents, stream_of, web_like_lengths
 
+from megatron_neobert.data.batches.batch import BatchStream
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
-from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError, WorkerError
 

@@ -9,8 +9,8 @@ from tests_tiny import tiny_settings
 from unit.data.corpus.memory_corpus import contents
 
 from megatron_neobert.config.schema import PhaseChange, Settings
+from megatron_neobert.data.batches.batch import BatchStream, build_stream
 from megatron_neobert.data.batches.corpora import open_phases
-from megatron_neobert.data.batches.stream import BatchStream, build_stream
 from megatron_neobert.data.batches.windows import Cursor
 
 ITERATIONS = 12

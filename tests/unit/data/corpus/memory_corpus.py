@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_neobert.config.schema import DataConfig, Settings, TrainingConfig
-from megatron_neobert.data.batches.batch import MicroBatch, RankBatches, RankPosition
+from megatron_neobert.data.batches.batch import BatchStream, MicroBatch, RankBatches, RankPosition
 from megatron_neobert.data.batches.masking import TokenIds
 from megatron_neobert.data.batches.order import SplitPart
-from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.batches.windows import BatchPhase, Source
 
 VOCABULARY = 1000
