@@ -53,7 +53,12 @@ def inspect_data(options: InspectDataOptions) -> None:
 
     corpus = open_corpus(options.prefix, cache=options.object_storage_cache_path)
     if options.inputs:
-        print_inputs(corpus)
+        first, total = 0, corpus.manifest.tokens
+        print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
+        for name, record in corpus.manifest.inputs.items():
+            share = record.tokens / total
+            print(f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {share:>7.2%}  {visible(name)}")
+            first += record.documents
     elif not options.document:
         print_summary(corpus)
     if options.document:
@@ -84,16 +89,6 @@ def print_summary(corpus: "Corpus") -> None:
     )
 
 
-def print_inputs(corpus: "Corpus") -> None:
-    """Print a row per input file: first document's number, document count, token count, share of all tokens, name."""
-    first, total = 0, corpus.manifest.tokens
-    print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
-    for name, record in corpus.manifest.inputs.items():
-        share = record.tokens / total
-        print(f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {share:>7.2%}  {visible(name)}")
-        first += record.documents
-
-
 def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: InspectDataOptions) -> None:
     """Print documents, numbered from 0, as text and token ids, at most `options.tokens` tokens of each."""
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -112,8 +107,7 @@ def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: Inspect
         first_ids = ids[: options.tokens].tolist()
         truncated = f", the first {options.tokens:,}" if options.tokens < ids.size else ""
         print(f"document {number:,}: {ids.size:,} tokens{truncated}")
-        text = tokenizer.backend.decode(first_ids, skip_special_tokens=False)
-        print_table({"text": text, "ids": " ".join(map(str, first_ids))})
+        print_table({"text": tokenizer.decode(first_ids), "ids": " ".join(map(str, first_ids))})
         print()
 
 

@@ -44,6 +44,11 @@ class SampleCorpusOptions:
 
 def sample_corpus(options: SampleCorpusOptions) -> None:
     """Write a small corpus of English prose, collected from the documentation of Python packages."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from megatron_neobert.runtime.atomic_files import build_folder
+
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     folders = [options.packages] if options.packages else installed
     documents = choose_documents(folders, budget_bytes=int(options.megabytes * 1e6))
@@ -53,7 +58,11 @@ def sample_corpus(options: SampleCorpusOptions) -> None:
             f"{options.files}; give a folder with more packages as --packages, or remove --packages and use the "
             "Python of an environment in which this project is installed."
         )
-    write_files(documents, options.output, count=options.files)
+    with build_folder(options.output) as unfinished:
+        for number in range(options.files):
+            start, end = (len(documents) * bound // options.files for bound in (number, number + 1))
+            table = pa.Table.from_pylist([vars(document) for document in documents[start:end]])
+            pq.write_table(table, unfinished / f"part-{number:04d}.parquet", compression="zstd")
     size = sum(len(document.content.encode()) for document in documents)
     print(f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {options.files} files: {options.output}")
 
@@ -98,23 +107,13 @@ def read_documents(path: Path, *, name: str) -> Iterator[Document]:
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
         return
     for anchor, text in texts:
-        text = _clean(text)
+        lines = [line.rstrip() for line in text.splitlines()]
+        # Without lines that have no letter or digit, and without repeated empty lines.
+        lines = [line for line in lines if not line or any(character.isalnum() for character in line)]
+        pairs = zip(["", *lines], lines, strict=False)
+        text = "\n".join(line for previous, line in pairs if previous or line).strip()
         if MINIMUM_CHARACTERS <= len(text) <= MAXIMUM_CHARACTERS:
             yield Document(content=text, url=f"python-package://{name}" + (f"#{anchor}" if anchor else ""))
-
-
-def write_files(documents: list[Document], output: Path, *, count: int) -> None:
-    """Write the documents to `output`/part-0000.parquet and so on; the folder appears when all files are complete."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from megatron_neobert.runtime.atomic_files import build_folder
-
-    with build_folder(output) as unfinished:
-        for number in range(count):
-            start, end = (len(documents) * bound // count for bound in (number, number + 1))
-            table = pa.Table.from_pylist([vars(document) for document in documents[start:end]])
-            pq.write_table(table, unfinished / f"part-{number:04d}.parquet", compression="zstd")
 
 
 def _keyed_hash(text: str) -> bytes:
@@ -143,10 +142,3 @@ def _docstrings(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, 
         for member in node.body:
             if isinstance(member, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and member.name[0] != "_":
                 yield from _docstrings(member, name=f"{name}.{member.name}")
-
-
-def _clean(text: str) -> str:
-    """Return the text without lines that have no letter or digit, and without repeated empty lines."""
-    lines = [line.rstrip() for line in text.splitlines()]
-    lines = [line for line in lines if not line or any(character.isalnum() for character in line)]
-    return "\n".join(line for previous, line in zip(["", *lines], lines, strict=False) if previous or line).strip()

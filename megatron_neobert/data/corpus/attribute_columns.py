@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 # Attributes that need no column, and their types; see attributes.py.
 DERIVED = {"length": "a number", "input": "a text"}
-# Documents per row group.
-_ROW_GROUP = 1 << 17
-# Longer texts are truncated.
-_LONGEST_TEXT_CHARACTERS = 1000
+_ROW_GROUP = 1 << 17  # documents per row group
+_LONGEST_TEXT_CHARACTERS = 1000  # longer texts are truncated
 
 
 def attribute_name(key: str) -> str:
@@ -112,7 +110,6 @@ def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]")
 
 
 def _to_array(values: Sequence[Plain]) -> "pa.Array":
-    """Return values as a column of their common type."""
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
@@ -146,11 +143,10 @@ def plain_value(value: object) -> Plain:
 
 
 def _common_type(types: "set[pa.DataType]", columns: "Iterable[pa.ChunkedArray]") -> "pa.DataType":
-    """Return the type of a column whose chunks have these types.
+    """Return the type of a column whose chunks have these types: texts for a mixture, except of integers and floats.
 
-    Integers mixed with floats become integers if all floats are whole numbers, such as ids that pandas wrote as floats;
-    else floats if the conversion changes no integer; else texts. Any other mixture of types becomes texts. `columns`
-    contains the values of all chunks; it is only read for a mixture of integers and floats.
+    That mixture becomes integers if all floats are whole numbers, such as ids that pandas wrote as floats; else floats
+    if the conversion changes no integer; else texts. Only then are the `columns`, the values of all chunks, read.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-# Documents per block. ChosenDocuments keeps one cumulative count per block.
-_BLOCK = 256
-# Documents for which an expression is evaluated in one step.
-_STEP = 1 << 18
+_BLOCK = 256  # documents per block; ChosenDocuments keeps one cumulative count per block
+_STEP = 1 << 18  # documents for which an expression is evaluated in one step
 # By the value of a byte: its bits, lowest first; how many are set; and the positions of its bits, set bits first.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BITS_SET = _BITS.sum(axis=1, dtype=np.uint8)
@@ -140,12 +138,7 @@ def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield (number of the first document, {name: column}) for each batch of documents.
-
-    Raises:
-        ConfigError: An attribute is missing, or its values are not numbers, texts or truth values.
-        DataError: A file of attributes is damaged.
-    """
+    """Yield (number of the first document, {name: column}) for each batch of documents."""
     stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:
@@ -183,7 +176,7 @@ def _read_file(path: Path, corpus: Corpus, names: list[str]) -> "Iterator[tuple[
 
 
 def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
-    """Return the columns `length` (tokens) and `input` (file name) of documents [first, stop), if listed in `names`."""
+    """Return the columns `length` and `input` of documents [first, stop), if listed in `names`."""
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
@@ -201,10 +194,7 @@ def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "
 
 
 def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Evaluate a condition for each row. The result is null if it depends on a missing value.
-
-    Raise ConfigError if the condition compares different types.
-    """
+    """Evaluate a condition for each row. The result is null if it depends on a missing value."""
     import pyarrow.compute as pc
 
     match node:
@@ -226,8 +216,7 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
     """Compare two operands (attribute names or literals) row by row; the result is null where a value is missing.
 
-    With == and !=, `*` in a text matches any characters. For `input`, a text without "/" is compared
-    with the file name only. Raise ConfigError if the types differ, or if truth values are compared with < or >.
+    With == and !=, `*` in a text matches any characters. For `input`, texts without "/" are compared with file names.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -252,7 +241,6 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dic
         # Compare each distinct text of the column once.
         if isinstance(side, pa.DictionaryArray) and isinstance(text, pa.StringScalar):
             values, pattern = side.dictionary, text.as_py()
-            # A pattern without "/" is compared with the file name only.
             if side is columns.get("input") and "/" not in pattern:
                 values = pa.array([PurePosixPath(name).name for name in values.to_pylist()])
             if "*" in pattern and not is_ordered:

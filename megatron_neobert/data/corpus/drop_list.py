@@ -24,21 +24,18 @@ from megatron_neobert.text import parse_json
 _FORMAT = "megatron_neobert drop list 1"
 _COMMANDS = "neobert find-duplicates or neobert find-overlaps"
 _DAMAGED = f"it is damaged; copy it again, or run {_COMMANDS} again"
-# A corpus takes about 300 bytes.
-_LONGEST_HEADER_BYTES = 1 << 24
+_LONGEST_HEADER_BYTES = 1 << 24  # a corpus takes about 300 bytes
 
 
 @dataclass(frozen=True)
 class DropListEntry:
     """One corpus of a drop list."""
 
-    # As on the command line; the corpus may have moved since.
-    prefix: str
+    prefix: str  # as on the command line; the corpus may have moved since
     documents_sha256: str
     documents: Annotated[int, msgspec.Meta(ge=1)]
     dropped_documents: int
-    # Of the bits of this corpus, in whole bytes.
-    mask_sha256: str
+    mask_sha256: str  # of the bits of this corpus, in whole bytes
 
 
 class _Header(msgspec.Struct):

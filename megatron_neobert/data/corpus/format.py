@@ -32,28 +32,20 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 DAMAGED = "the file is damaged or belongs to another corpus; copy it again or preprocess again"
 # An input file takes about 150 bytes, so this is enough for 7 million of them.
 _LARGEST_MANIFEST_BYTES = 1 << 30
-# Key of Manifest.dropped: texts that tokenize to nothing (control characters only).
-NO_TOKENS = "no tokens"
-
-
-# Reasons of dropped records that are counted one by one.
-_MOST_REASONS = 1000
-# Key of Counts.dropped for the records with other reasons.
-OTHER_REASONS = "other reasons of filters"
+NO_TOKENS = "no tokens"  # key of Manifest.dropped: texts that tokenize to nothing (control characters only)
+_MOST_REASONS = 1000  # reasons of dropped records that are counted one by one
+OTHER_REASONS = "other reasons of filters"  # key of Counts.dropped for the records with other reasons
 
 
 class CorpusFiles(NamedTuple):
     """Paths of the files of a corpus."""
 
-    # Only if the corpus has a single shard; otherwise see `shard_files`.
-    bin: Path
+    bin: Path  # only if the corpus has a single shard; otherwise see `shard_files`
     idx: Path
     manifest: Path
     rejects: Path
-    # Folder of an unfinished run.
-    partial: Path
-    # Exists only if preprocessing kept document attributes; `attribute_files` has all files of attributes.
-    attributes: Path
+    partial: Path  # folder of an unfinished run
+    attributes: Path  # exists only if preprocessing kept attributes; see `attribute_files`
 
     def shard_files(self, shards: int) -> list[tuple[Path, Path]]:
         """Return the .bin and .idx paths of each corpus shard, for a corpus with `shards` shards."""
@@ -143,10 +135,8 @@ class InputRecord(msgspec.Struct, frozen=True):
     """An input file at the time when it was read, and its documents in this corpus."""
 
     bytes: Count
-    # None for a URL.
-    sha256: str | None
-    # These documents are consecutive in the corpus.
-    documents: Count = 0
+    sha256: str | None  # None for a URL
+    documents: Count = 0  # these documents are consecutive in the corpus
     tokens: Count = 0
 
 
@@ -161,8 +151,7 @@ class BackendRecord(msgspec.Struct, frozen=True):
     """Number of documents that one tokenizer back end tokenized."""
 
     documents: Count
-    # Documents whose ids were compared with the reference tokenizer's; 0 for the reference itself.
-    compared: Count
+    compared: Count  # documents whose ids were compared with the reference's; 0 for the reference itself
 
 
 class CorpusShard(msgspec.Struct, frozen=True):
@@ -179,38 +168,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     format_version: Count
     project_version: str
-    # By path or URL, in the order in which they were read.
-    inputs: dict[str, InputRecord]
+    inputs: dict[str, InputRecord]  # by path or URL, in the order in which they were read
     text_key: str
     tokenizer_fingerprint: str
-    # At most 2^31: ids are stored as int32 or smaller.
-    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
-    # By role: "cls", "sep", "pad", "mask", "unk".
-    special_tokens: dict[str, Count]
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]  # ids are stored as int32 or smaller
+    special_tokens: dict[str, Count]  # by role: "cls", "sep", "pad", "mask", "unk"
     special_ids: list[Count]
     dtype: str
-    # Value of each setting that decides which documents are kept, by name.
-    filters: dict[str, str | Count | float | None]
-    # Equals documents + sum(rejected) + sum(dropped).
-    records: Count
+    filters: dict[str, str | Count | float | None]  # settings that decide which documents are kept
+    records: Count  # equals documents + sum(rejected) + sum(dropped)
     documents: Count
     tokens: Count
     unknown_tokens: Count
-    # Number of records by error.
-    rejected: dict[str, Count]
-    # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
-    dropped: dict[str, Count]
+    rejected: dict[str, Count]  # number of records by error
+    dropped: dict[str, Count]  # records by the filter that dropped them, or by the reason, such as NO_TOKENS
     shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)]
-    # UTF-8 bytes of text per token. None in corpora of other software.
-    bytes_per_token: float | None = None
-    # By name and version of the back end.
-    tokenizer_backends: dict[str, BackendRecord] = {}
-    # By path or URL; these files are not among the inputs.
-    quarantined: dict[str, QuarantinedInput] = {}
-    # PREFIX.attributes.parquet; None if the corpus has no attributes besides length and input.
-    attributes: FileRecord | None = None
-    # PREFIX.attributes_00000.parquet and so on, in this order, by what computed their columns.
-    added_attributes: dict[str, FileRecord] = {}
+    bytes_per_token: float | None = None  # UTF-8 bytes of text per token; None in corpora of other software
+    tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version of the back end
+    quarantined: dict[str, QuarantinedInput] = {}  # by path or URL; these files are not among the inputs
+    attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None if there is only length and input
+    added_attributes: dict[str, FileRecord] = {}  # PREFIX.attributes_00000.parquet ..., by what computed them
 
     @cached_property
     def documents_sha256(self) -> str:

@@ -32,26 +32,20 @@ from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, s
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import claim_folder, open_lock
 
-# Limit for all blocks of a cache folder.
-LIMIT_BYTES = 100 * 10**9
-# Size of a request; docs/preprocessing.md has its cost for single documents.
-BLOCK_BYTES = 256 << 10
+LIMIT_BYTES = 100 * 10**9  # limit for all blocks of a cache folder
+BLOCK_BYTES = 256 << 10  # size of a request; docs/preprocessing.md has its cost for single documents
 # A process measures the size of all blocks each time it has written this fraction of the limit.
 _MEASUREMENTS_PER_LIMIT = 32
-# Each block ends with its zlib.crc32.
-_CRC_BYTES = 4
+_CRC_BYTES = 4  # each block ends with its zlib.crc32
 _COPY_STEP_BYTES = 16 << 20
 # Threads per process. A block takes two requests; at 50 ms for each request, 32 threads reach 84 MB/s.
 _THREADS = 32
-# Number of lock files that all blocks of a cache folder share.
-_LOCKS = 1024
+_LOCKS = 1024  # number of lock files that all blocks of a cache folder share
 # Blocks in memory per process, 0.5 GB. The windows that share a block of documents (--document-block-size) read from
 # 1,024 blocks together.
 _BLOCKS_IN_MEMORY = 2048
-# Waiting times before the second and each further attempt.
-_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0)
-# Limit for one attempt.
-_TIMEOUT_SECONDS = 60.0
+_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0)  # waiting times before the second and each further attempt
+_TIMEOUT_SECONDS = 60.0  # limit for one attempt
 
 _Result = TypeVar("_Result")
 
@@ -278,8 +272,6 @@ def _load_block(file: RemoteFile, number: int) -> bytes:
 
 
 def _read(url: str, begin: int, end: int) -> bytes:
-    """Return the bytes [begin, end) of a remote file. Raise StorageError if every attempt fails or is incomplete."""
-
     def read(file_system: Any, path: str, limits: dict[str, float]) -> bytes:
         content: bytes = file_system.cat_file(path, start=begin, end=end, **limits)
         if len(content) != end - begin:
@@ -294,11 +286,10 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
-    """Call `action` with the fsspec file system of `url`, the path in it and a timeout, and return the result.
+    """Call `action` with the fsspec file system of `url`, the path in it and a timeout, up to five times.
 
-    After an OSError, wait and call `action` again; raise StorageError after five failed calls. A missing file is
-    retried too, because an overloaded server may report an existing file as missing; if `retry_missing` is False, raise
-    MissingInputError instead.
+    A missing file is retried too, unless `retry_missing` is False: an overloaded server may report an existing file as
+    missing.
     """
     waits = list(_WAITS_SECONDS)
     while True:
@@ -320,7 +311,6 @@ def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *,
 
 
 def _checked_version(url: str, recorded: FileRecord) -> InputVersion:
-    """Return the version of a remote file; raise DataError if its size differs from the manifest."""
     version = _version_of(url)
     if version.bytes != recorded.bytes:
         raise DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {version.bytes}; {DAMAGED}")

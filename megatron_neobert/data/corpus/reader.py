@@ -11,7 +11,7 @@ import resource
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +30,9 @@ if TYPE_CHECKING:
 
 # Percentages of documents for which `Corpus.describe` states the largest length.
 _PERCENTAGES = (5, 25, 50, 75, 95, 99)
-# The sequence lengths, in tokens, that NeoBERT was trained with.
-_TRUNCATION_LENGTHS = (1024, 2048)
+_TRUNCATION_LENGTHS = (1024, 2048)  # the sequence lengths, in tokens, that NeoBERT was trained with
 _LENGTHS_STEP = 1 << 20
-# Files that the process may open besides the corpus shards.
-_SPARE_OPEN_FILES = 200
-
-
-class _Locations(NamedTuple):
-    """Location of each document: corpus shard, byte offset in the shard's .bin, and length in tokens."""
-
-    shards: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    lengths: NDArray[np.int32]
+_SPARE_OPEN_FILES = 200  # files that the process may open besides the corpus shards
 
 
 class Corpus:
@@ -92,9 +82,8 @@ class Corpus:
 
     def document(self, number: int) -> NDArray[Any]:
         """Return the token ids of one document as a read-only view. The ids are not checked."""
-        location = self._locate(np.array([number]))
-        begin, content = int(location.begins[0]), self.shards[location.shards[0]].content
-        return np.frombuffer(content[begin : begin + int(location.lengths[0]) * self.dtype.itemsize], self.dtype)
+        (shard,), (begin,), (length,) = (column.tolist() for column in self._locate(np.array([number])))
+        return np.frombuffer(self.shards[shard].content[begin : begin + length * self.dtype.itemsize], self.dtype)
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -106,13 +95,13 @@ class Corpus:
         contain.
         """
         item = self.dtype.itemsize
-        locations = self._locate(documents)
-        is_inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= locations.lengths)
+        shards, document_begins, document_lengths = self._locate(documents)
+        is_inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= document_lengths)
         assert is_inside.all(), f"segment {np.argmin(is_inside)} exceeds its document"
-        begins = locations.begins + starts * item
+        begins = document_begins + starts * item
         # Without this, the slices below would fetch the remaining blocks one after another.
         self.prefetch(documents)
-        bounds = zip(locations.shards.tolist(), begins.tolist(), (begins + lengths * item).tolist(), strict=True)
+        bounds = zip(shards.tolist(), begins.tolist(), (begins + lengths * item).tolist(), strict=True)
         # One slice per segment is faster than one vectorised index over all tokens.
         slices = [self.shards[shard].content[begin:end] for shard, begin, end in bounds]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
@@ -131,7 +120,8 @@ class Corpus:
 
         The lengths are looked up in the mapped indexes. A copy would take 40 GB per process for 10^10 documents.
         """
-        return self._locate(documents).lengths
+        _, _, lengths = self._locate(documents)
+        return lengths
 
     def lengths_between(self, first: int, stop: int) -> NDArray[np.int32]:
         """Return the number of tokens of each document in [first, stop), a range of at least one document.
@@ -204,19 +194,22 @@ class Corpus:
                     f"found {found}; {DAMAGED}"
                 )
 
-    def _locate(self, documents: NDArray[np.int64]) -> _Locations:
-        """Locate each document. Raise IndexError for a number out of range, and DataError if the index is damaged."""
+    def _locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """Return the corpus shard of each document, its byte offset in the shard's .bin, and its length in tokens.
+
+        Raise IndexError for a number out of range, and DataError if the index is damaged.
+        """
         if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
         # A faster path for the usual corpus.
         if len(self.shards) == 1:
-            return _Locations(np.zeros_like(documents), *self.shards[0].locate(documents))
+            return np.zeros_like(documents), *self.shards[0].locate(documents)
         shards = np.searchsorted(self._ends, documents, side="right")
         begins, lengths = np.empty(documents.size, np.int64), np.empty(documents.size, np.int32)
         for shard in np.unique(shards).tolist():
             in_shard = shards == shard
             begins[in_shard], lengths[in_shard] = self.shards[shard].locate(documents[in_shard] - self._firsts[shard])
-        return _Locations(shards, begins, lengths)
+        return shards, begins, lengths
 
 
 def open_corpus(prefix: str, *, cache: str | None) -> Corpus:

@@ -28,8 +28,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 _ITEMS_PER_STEP = 1 << 20
 _REMOTE_STEP_BYTES = 2 << 20
-# These steps have 64 blocks, two for each thread of object_storage.py.
-_PREFETCHED_STEPS = 8
+_PREFETCHED_STEPS = 8  # these steps have 64 blocks, two for each thread of object_storage.py
 
 
 def write_index(index: NewFile, lengths: Sequence[Path], dtype: np.dtype[Any]) -> None:

@@ -115,7 +115,15 @@ def write_corpus(
     work = folder / "output"
     work.mkdir(exist_ok=True)  # a killed call leaves finished shards
     nonempty = [chunk for chunk in chunks if chunk.result.counts.documents]
-    groups = _group_chunks(nonempty, shard_bytes, dtype)
+    # A shard has at most `shard_bytes`, unless a single chunk is larger.
+    groups, group_bytes = list[list[Finished[TokenizedChunk]]](), 0
+    for chunk in nonempty:
+        chunk_bytes = chunk.result.counts.tokens * dtype.itemsize
+        if not groups or (shard_bytes is not None and group_bytes + chunk_bytes > shard_bytes):
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(chunk)
+        group_bytes += chunk_bytes
     jobs = [ShardJob(work, files.numbered_shard(n)[0].stem, group, dtype) for n, group in enumerate(groups)]
     runner = runner or JobRunner(JobOptions())
     written = {job.name: record.files for job, record in finish_jobs(jobs, runner, label="corpus shards")}
@@ -127,12 +135,23 @@ def write_corpus(
     if "attributes" in nonempty[0].files:
         of_chunks = [folder / f"{chunk.result.name}.attributes" for chunk in nonempty]
         attributes = join_columns(work / files.attributes.name, of_chunks)
+    counts, inputs, backends = Counts(), dict[str, InputRecord](), dict[str, BackendRecord]()
     with (work / files.rejects.name).open("wb") as rejects:
-        for chunk in chunks:
-            with (folder / f"{chunk.result.name}.rejects").open("rb") as source:
+        for result in (chunk.result for chunk in chunks):
+            with (folder / f"{result.name}.rejects").open("rb") as source:
                 shutil.copyfileobj(source, rejects)
+            of_chunk = result.counts
+            counts.add(of_chunk)
+            earlier = inputs.setdefault(result.input, InputRecord(result.input_bytes, result.input_sha256))
+            inputs[result.input] = replace(
+                earlier, documents=earlier.documents + of_chunk.documents, tokens=earlier.tokens + of_chunk.tokens
+            )
+            if result.backend:
+                by = backends.setdefault(result.backend, BackendRecord(0, 0))
+                backends[result.backend] = BackendRecord(
+                    by.documents + of_chunk.documents, by.compared + result.compared
+                )
     sync_to_disk(work / files.rejects.name)
-    counts, inputs, backends = _sum(chunks)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         project_version=__version__,
@@ -162,44 +181,10 @@ def write_corpus(
     return manifest
 
 
-def _group_chunks(
-    chunks: Sequence[Finished[TokenizedChunk]], limit: int | None, dtype: np.dtype[Any]
-) -> list[list[Finished[TokenizedChunk]]]:
-    """Group consecutive chunks into corpus shards of at most `limit` bytes. A larger chunk is a shard by itself."""
-    groups, shard_bytes = list[list[Finished[TokenizedChunk]]](), 0
-    for chunk in chunks:
-        chunk_bytes = chunk.result.counts.tokens * dtype.itemsize
-        if not groups or (limit is not None and shard_bytes + chunk_bytes > limit):
-            groups.append([])
-            shard_bytes = 0
-        groups[-1].append(chunk)
-        shard_bytes += chunk_bytes
-    return groups
-
-
-def _sum(
-    chunks: Sequence[Finished[TokenizedChunk]],
-) -> tuple[Counts, dict[str, InputRecord], dict[str, BackendRecord]]:
-    """Sum over all chunks. Return the counts, the records of input files, and the records of tokenizer back ends."""
-    total, inputs, backends = Counts(), dict[str, InputRecord](), dict[str, BackendRecord]()
-    for chunk in (finished.result for finished in chunks):
-        counts = chunk.counts
-        total.add(counts)
-        of_input = inputs.setdefault(chunk.input, InputRecord(chunk.input_bytes, chunk.input_sha256))
-        inputs[chunk.input] = replace(
-            of_input, documents=of_input.documents + counts.documents, tokens=of_input.tokens + counts.tokens
-        )
-        if chunk.backend:
-            by = backends.setdefault(chunk.backend, BackendRecord(0, 0))
-            backends[chunk.backend] = BackendRecord(by.documents + counts.documents, by.compared + chunk.compared)
-    return total, inputs, backends
-
-
 def _replace_old_corpus(files: CorpusFiles, manifest: Manifest, work: Path) -> None:
     """Remove the old corpus with this prefix, and move the new corpus's files from `work` to their final names.
 
-    The old manifest is removed first, and the new manifest is moved last. So after a kill in between, no manifest
-    describes missing or replaced files. Raise OutputError if a new file would replace a file of another corpus.
+    The old manifest goes first and the new one comes last, so no manifest ever describes missing or replaced files.
     """
     old_files, pairs = files.existing_files(), files.shard_files(len(manifest.shards))
     for file in sum(pairs, ()):

@@ -30,8 +30,7 @@ from megatron_neobert.text import parse_json
 
 _READERS = {"jsonl": read_lines, "text": read_text, "warc": read_archive}  # and read_column for tables
 
-# Text in one chunk: about one minute of work for the reference tokenizer.
-CHUNK_BYTES = 256 << 20
+CHUNK_BYTES = 256 << 20  # text in one chunk: about one minute of work for the reference tokenizer
 
 _HEAD_BYTES = 64 << 10  # bytes that determine the format
 _FORMAT_MAGIC: dict[bytes, Format] = {
@@ -142,11 +141,9 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
-    """Return "jsonl" or "text", the format of a file without the magic bytes of a table or web archive.
+    """Return "jsonl" or "text" for a file without magic bytes, whose first decompressed bytes are `head`.
 
-    `head` holds the first _HEAD_BYTES of the decompressed file. If `head` is ambiguous, the ending of `path`, such as
-    .jsonl or .csv, decides. Raise DataError for binary content, a PDF, markup, a CSV table, and JSON whose objects span
-    lines.
+    If `head` is ambiguous, the ending of `path`, such as .jsonl or .csv, decides.
     """
     for magic, (kind, remedy) in _REFUSED_CONTENT.items():
         if head.startswith(magic):
@@ -159,7 +156,11 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     if _is_object(lines[0]) or (first_line_is_cut and re.match(rb'\{\s*"', content)):
         return "jsonl"
     is_array = re.match(rb"\[\s*[{\]]", content) is not None
-    if is_array or _begins_with_object(content):
+    try:
+        begins_with_object = isinstance(json.JSONDecoder().raw_decode(content.decode(errors="replace"))[0], dict)
+    except (ValueError, RecursionError):  # thousands of nested brackets raise RecursionError
+        begins_with_object = False
+    if is_array or begins_with_object:
         kind, query = ("an array of JSON objects", "'.[]'") if is_array else ("JSON whose objects span lines", ".")
         name, output = shlex.quote(path), shlex.quote(f"{path}.jsonl")
         command = f"{compression} -dc {name} | jq -c {query}" if compression else f"jq -c {query} {name}"
@@ -187,11 +188,4 @@ def _is_object(line: bytes) -> bool:
     try:
         return isinstance(parse_json(line.decode(errors="replace")), dict)
     except ValueError:
-        return False
-
-
-def _begins_with_object(content: bytes) -> bool:
-    try:
-        return isinstance(json.JSONDecoder().raw_decode(content.decode(errors="replace"))[0], dict)
-    except (ValueError, RecursionError):  # thousands of nested brackets raise RecursionError
         return False

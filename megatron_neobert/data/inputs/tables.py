@@ -100,7 +100,6 @@ def _raw_values(column: pa.Array) -> Iterator[bytes | None]:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """Return a column of strings as a column of bytes, without a copy. Other columns are returned unchanged."""
     # A view copies nothing. A cast takes longer than decoding short texts.
     return column.view(_BYTES_OF.get(column.type, column.type))
 
@@ -133,11 +132,7 @@ def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[pa.Array], float, list[str]]]:
-    """Yield (columns, share of the chunk read so far, names of the file's columns) for each batch of consecutive rows.
-
-    `columns` contains an array for --text-key, then an array for each --record-key. Raise DataError if rows are missing
-    at the end or --text-key is no text column.
-    """
+    """Yield (an array for --text-key and each --record-key, share of the chunk read, names of the file's columns)."""
     with _open_parquet(chunk.path) as file:
         columns = _find_columns(chunk.path, file.schema_arrow, settings)
         end, row = file.metadata.num_rows if chunk.end is None else chunk.end, chunk.start
@@ -157,10 +152,7 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[p
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
-    """Context manager: open an Arrow file or stream, memory-mapped if local. Raise ArrowInvalid if it is truncated.
-
-    Yield the source, the pyarrow function that opens a reader for it, and its size in bytes.
-    """
+    """Yield an Arrow file or stream, memory-mapped if local, pyarrow's function to read it, and its size in bytes."""
     with open_input(path) as file:
         is_file = file.read(6) == b"ARROW1"
         size = file.seek(0, 2)
@@ -176,7 +168,6 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
 
 def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[pa.Array], float, list[str]]]:
-    """Yield rows in batches, as `_parquet_rows` does."""
     with _open_arrow(chunk.path) as (source, open_reader, size):
         schema = open_reader(source).schema
         paths = [path for path, _ in _find_columns(chunk.path, schema, settings)]
@@ -211,14 +202,11 @@ def _check_offsets(column: pa.Array) -> None:
 
 @contextmanager
 def _named_damage(chunk: Chunk) -> Iterator[None]:
-    """Context manager: convert pyarrow errors, ValueError and OverflowError to DataError. Name the file in OSErrors.
-
-    pyarrow raises plain OSErrors without errno. All other OSErrors come from the file system or the network.
-    """
+    """Context manager: convert pyarrow's errors to DataError, and name the file in other OSErrors."""
     with named_errors(chunk.path):
         try:
             yield
-        # ValueError and OverflowError: names and dates that Python cannot represent.
+        # ValueError and OverflowError: names and dates that Python cannot represent. pyarrow's OSErrors have no errno.
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
                 raise
@@ -239,10 +227,8 @@ def _take_column(batch: pa.RecordBatch, path: Sequence[str]) -> pa.Array:
 def _find_columns(path: str, schema: pa.Schema, settings: ReadSettings) -> list[tuple[list[str], pa.DataType]]:
     """Return (path, type) of the --text-key column, then of each --record-key column.
 
-    A path lists the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
-    named `a.b` takes precedence over the field `b` of the struct `a`. The path of a --record-key without a column is
-    empty. Raise DataError if the file `path` has no column --text-key, its type is neither text nor null, or a key has
-    several columns.
+    A path lists the names that lead to a field within structs; it is empty for a --record-key without a column. For the
+    key `a.b`, a column named `a.b` takes precedence over the field `b` of the struct `a`.
     """
     columns: dict[str, tuple[list[str], pa.DataType]] = {}
     queue: list[tuple[list[str], pa.DataType]] = [([field.name], field.type) for field in schema]
@@ -271,6 +257,5 @@ def _find_columns(path: str, schema: pa.Schema, settings: ReadSettings) -> list[
 
 
 def _is_text(arrow_type: Any) -> bool:
-    """Return True for the string and binary types, and for dictionary types with such values."""
     value_type = arrow_type.value_type if pa.types.is_dictionary(arrow_type) else arrow_type
     return value_type in (*_BYTES_OF, *_BYTES_OF.values())

@@ -7,7 +7,7 @@ A plain text file is one UTF-8 document, or several with a separator between the
 """
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import cast
 
@@ -35,28 +35,32 @@ def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 
 def _read_objects(records: list[bytes], first_number: int, settings: ReadSettings) -> RecordBatch:
-    """Parse JSON lines into a batch, malformed lines into `rejected`. Blank lines are numbered, but skipped."""
+    """Parse JSON lines into a batch. Blank lines are numbered, but skipped."""
     batch, last = RecordBatch(numbers=len(records)), dict[str, object]()
-    key, keys = settings.text_key, settings.record_keys
     for number, line in enumerate(records, first_number):
         if len(line) > settings.max_document_bytes:
             batch.reject(Reason.TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line)
             continue
         try:
             record = _parse_object(line)
-            if record is not None:
-                text, last = _look_up(record, key), record
-                if isinstance(text, str):
-                    batch.add_text(text, number, _read_fields(record, keys) if keys else {})
-                elif text is None:
-                    batch.reject(Reason.NULL_TEXT, number, "null", line)
-                else:
-                    batch.reject(Reason.NOT_A_STRING, number, f"found {type(text).__name__}", line)
+            if record is None:
+                continue
+            text, last = _look_up(record, settings.text_key), record
+            if isinstance(text, str):
+                fields: Fields = dict.fromkeys(settings.record_keys)
+                for key in fields:
+                    with suppress(KeyError):
+                        fields[key] = _look_up(record, key)
+                batch.add_text(text, number, fields)
+            elif text is None:
+                batch.reject(Reason.NULL_TEXT, number, "null", line)
+            else:
+                batch.reject(Reason.NOT_A_STRING, number, f"found {type(text).__name__}", line)
         except ValueError as error:
             batch.reject(Reason.MALFORMED_JSON, number, str(error), line)
         except KeyError:
             found = ", ".join(sorted(record or ())[:10]) or "none"
-            batch.reject(Reason.MISSING_KEY, number, f"no key '{key}'; keys found: {found}", line)
+            batch.reject(Reason.MISSING_KEY, number, f"no key '{settings.text_key}'; keys found: {found}", line)
     batch.field_names = list(last)
     return batch
 
@@ -72,14 +76,6 @@ def _parse_object(line: bytes) -> dict[str, object] | None:
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
     return record
-
-
-def _read_fields(record: dict[str, object], keys: Sequence[str]) -> Fields:
-    fields: Fields = dict.fromkeys(keys)
-    for key in keys:
-        with suppress(KeyError):
-            fields[key] = _look_up(record, key)
-    return fields
 
 
 def _look_up(record: dict[str, object], key: str) -> object:

@@ -84,11 +84,7 @@ def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields, *, limit: int) -> None:
-    """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it.
-
-    Responses with another status than 200, or with content that is neither HTML nor text, are dropped. Malformed
-    responses, and bodies of more than `limit` decoded bytes, are rejected. A truncated body is read as far as it goes.
-    """
+    """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it."""
     from fastwarc.warc import WarcRecord
 
     try:

@@ -149,7 +149,6 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
 
 
 def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
-    """Return the fast encoder. Raise BackendMismatch if nanotoken is missing, unsuitable, or gives other ids."""
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
 
     if not tokenizer.is_bert_wordpiece:

@@ -173,7 +173,16 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
             )
     backend.no_truncation()
     backend.no_padding()
-    _check_ids(backend, path)
+    pieces: dict[int, str] = {}
+    for piece, id_ in backend.get_vocab(with_added_tokens=True).items():
+        if pieces.setdefault(id_, piece) != piece:
+            raise DataError(f"{path}: '{pieces[id_]}' and '{piece}' both have id {id_}; give each piece another id")
+    missing = next((id_ for id_ in range(len(pieces)) if id_ not in pieces), None)
+    if missing is not None:
+        raise DataError(
+            f"{path}: id {missing} is missing, but the largest id is {max(pieces)}; ids must be 0 to "
+            f"{len(pieces) - 1} without gaps. Add unused pieces for the missing ids"
+        )
     return backend
 
 
@@ -222,20 +231,6 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch the file again")
     return content
-
-
-def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Raise DataError if two pieces (or added tokens) have the same id, or if the ids are not 0 to n - 1."""
-    pieces: dict[int, str] = {}
-    for piece, id_ in backend.get_vocab(with_added_tokens=True).items():
-        if pieces.setdefault(id_, piece) != piece:
-            raise DataError(f"{path}: '{pieces[id_]}' and '{piece}' both have id {id_}; give each piece another id")
-    missing = next((id_ for id_ in range(len(pieces)) if id_ not in pieces), None)
-    if missing is not None:
-        raise DataError(
-            f"{path}: id {missing} is missing, but the largest id is {max(pieces)}; ids must be 0 to "
-            f"{len(pieces) - 1} without gaps. Add unused pieces for the missing ids"
-        )
 
 
 def choose_special_names(

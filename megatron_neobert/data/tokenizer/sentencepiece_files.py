@@ -44,7 +44,15 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     Special tokens that the model lacks are appended to its vocabulary under RoBERTa's names. Raise DataError if the
     model file or tokenizer_config.json is damaged, or the model is not supported.
     """
-    model = _read_model(path)
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+    content = read_whole(path)
+    try:
+        model = ModelProto.FromString(content)
+    except Exception as error:  # protobuf's DecodeError
+        raise DataError(f"{path}: not a SentencePiece model, or truncated; fetch the file again") from error
+    if (problem := _find_problem(model)) is not None:
+        raise DataError(f"{path}: {problem}")
     # SentencePiece splits a text at these symbols, the longest first. A symbol with a space never occurs in a text.
     user_defined = (entry.piece for entry in model.pieces if entry.type == _USER_DEFINED and " " not in entry.piece)
     symbols = sorted(user_defined, key=len, reverse=True)
@@ -150,20 +158,6 @@ def _build_unigram(model: Any) -> models.Unigram:
     scored = [(entry.piece, float(f"{entry.score if entry.type == _NORMAL else lowest:.9g}")) for entry in model.pieces]
     unknown_id = [entry.type for entry in model.pieces].index(_UNKNOWN)
     return models.Unigram(scored, unk_id=unknown_id, byte_fallback=model.trainer_spec.byte_fallback)
-
-
-def _read_model(path: Path) -> Any:
-    """Read a file as sentencepiece's ModelProto. Raise DataError if the model is damaged or not supported."""
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
-
-    content = read_whole(path)
-    try:
-        model = ModelProto.FromString(content)
-    except Exception as error:  # protobuf's DecodeError
-        raise DataError(f"{path}: not a SentencePiece model, or truncated; fetch the file again") from error
-    if (problem := _find_problem(model)) is not None:
-        raise DataError(f"{path}: {problem}")
-    return model
 
 
 def _find_problem(model: Any) -> str | None:

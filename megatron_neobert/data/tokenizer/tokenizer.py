@@ -238,14 +238,12 @@ class Tokenizer:
         return table
 
     def _split_into_calls(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-        """Yield two lists per backend call: the index in `texts` of each part, and the parts to encode.
-
-        Only BERT's WordPiece gives the same ids for a text and for its parts, so only it splits long texts.
-        """
+        """Yield two lists per backend call: the index in `texts` of each part, and the parts to encode."""
         text_numbers: list[int] = []
         parts: list[str] = []
         characters = 0
         for number, text in enumerate(texts):
+            # Only BERT's WordPiece gives the same ids for a text and for its parts.
             for part in _split_at_spaces(text) if self.is_bert_wordpiece else (text,):
                 if characters and characters + len(part) > _ENCODE_CHARACTERS:
                     yield text_numbers, parts
@@ -304,16 +302,25 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     assert not isinstance(texts, Iterator), "texts are read twice, but an iterator is empty the second time"
     names = {role: standard for role, (standard, _) in STANDARD_NAMES.items()}
     backend = build_bert_backend(models.WordPiece(unk_token=names["unk"]), lowercase=lowercase)
-    alphabet = _frequent_characters(texts, backend)
+    pre_tokenize, normalize = backend.pre_tokenizer.pre_tokenize_str, backend.normalizer.normalize_str
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalize(text))
+    ranked = sorted((item for item in counts.items() if not item[0].isspace()), key=lambda item: (-item[1], item[0]))
+    needed = _CHARACTER_COVERAGE * sum(count for _, count in ranked)
+    # Number of occurrences of all more frequent characters.
+    preceding = accumulate((count for _, count in ranked), initial=0)
+    frequent = {character for (character, _), covered in zip(ranked, preceding, strict=False) if covered < needed}
+    ascii_characters = {chr(code) for code in range(33, 127) if normalize(chr(code)) == chr(code)}
+    alphabet = sorted(frequent | ascii_characters)
     # The trainer numbers the "##" characters in the order of a hash table, and breaks ties between equally frequent
     # pairs by these numbers. Passing all of them as special tokens fixes the order.
     fixed = [names[role] for role in ("pad", "unk", "cls", "sep", "mask")]
     # Punctuation and the scripts that BERT splits into single characters never continue a word.
-    pre_tokenize, normalize = backend.pre_tokenizer.pre_tokenize_str, backend.normalizer.normalize_str
     fixed += [f"##{character}" for character in alphabet if len(pre_tokenize(normalize(f"a{character}"))) == 1]
-    if (needed := len(fixed) + len(alphabet)) > vocab_size:
+    if (ids_needed := len(fixed) + len(alphabet)) > vocab_size:
         raise ConfigError(
-            f"--vocab-size {vocab_size:,} is below the {needed:,} ids that the special tokens and the "
+            f"--vocab-size {vocab_size:,} is below the {ids_needed:,} ids that the special tokens and the "
             f"{len(alphabet):,} frequent characters of the texts need; raise it, or use texts with fewer characters"
         )
     trainer = trainers.WordPieceTrainer(
@@ -327,25 +334,6 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     backend.train_from_iterator(texts, trainer)
     model = models.WordPiece(backend.get_vocab(), unk_token=names["unk"], max_input_chars_per_word=_LONGEST_WORD)
     return Tokenizer(build_bert_backend(model, lowercase=lowercase), names)
-
-
-def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the sorted characters that the vocabulary must contain, without white space.
-
-    The result has the most frequent characters, up to a share of _CHARACTER_COVERAGE of the normalised texts, and the
-    printable ASCII characters that the normalizer does not change.
-    """
-    normalize = backend.normalizer.normalize_str
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(normalize(text))
-    ranked = sorted((item for item in counts.items() if not item[0].isspace()), key=lambda item: (-item[1], item[0]))
-    needed = _CHARACTER_COVERAGE * sum(count for _, count in ranked)
-    # Number of occurrences of all more frequent characters.
-    preceding = accumulate((count for _, count in ranked), initial=0)
-    frequent = {character for (character, _), covered in zip(ranked, preceding, strict=False) if covered < needed}
-    ascii_characters = {chr(code) for code in range(33, 127) if normalize(chr(code)) == chr(code)}
-    return sorted(frequent | ascii_characters)
 
 
 def _split_at_spaces(text: str) -> Iterator[str]:
