@@ -140,8 +140,8 @@ def test_refusal_of_a_gated_model_names_the_login(tmp_path, monkeypatch):
     assert code == 66 and "lab/gated is restricted" in errors and "hf auth login" in errors
 
 
-def test_code_and_pickles_are_never_downloaded(tmp_path, monkeypatch):
-    wanted = ["config.json", "model.safetensors", "1_Pooling/config.json", "mlm_head/model.safetensors"]
+def test_the_license_is_downloaded_but_code_and_pickles_never_are(tmp_path, monkeypatch):
+    wanted = ["config.json", "model.safetensors", "1_Pooling/config.json", "mlm_head/model.safetensors", "LICENSE"]
     unwanted = ["modeling_neobert.py", "1_Pooling/custom.py", "pytorch_model.bin", "1_Dense/pytorch_model.bin", "x.pt"]
 
     def list_downloads(name, *, revision, allow_patterns):

@@ -41,15 +41,15 @@ def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
     ]
 
 
-def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
-    for name, texts in {"a": ["hello", "hello world"], "b": ["word"]}.items():
+def test_inputs_are_listed_with_their_share_and_first_document_and_without_control_characters(tmp_path):
+    for name, texts in {"a": ["hello", "hello world"], "b\x1b[2J": ["word"]}.items():
         write_jsonl(tmp_path / f"{name}.jsonl", [{"content": text} for text in texts])
     vocab = write_vocabulary(tmp_path / "vocab.txt", ["hello", "world", "word"])
     shards = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P")
     assert call("preprocess", *shards, "--tokenizer-model", vocab)[0] == 0
     code, output, errors = inspect(tmp_path / "P_content_document", "--inputs")
     assert (code, errors) == (0, "")
-    a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])
+    a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b\\x1b[2J.jsonl"])
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
 
 
