@@ -22,8 +22,7 @@ from checkpoint_conversion.mapping import TABLES, ModelShape, to_published
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.huggingface.folder_files import write_config, write_json, write_module_files
-from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
-from megatron_neobert.runtime.folder_kinds import MANIFEST
+from megatron_neobert.runtime.atomic_files import MANIFEST, build_folder, sha256_of
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
     from checkpoint_conversion.compare import Checks

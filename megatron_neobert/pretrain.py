@@ -51,7 +51,7 @@ def train(settings: "Settings", watcher: "Watcher") -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
-    from megatron_neobert.model.kernels import check_hardware
+    from megatron_neobert.model.kernels import check_hardware, import_megatron
 
     watcher.mark("importing Megatron")
     if torch.cuda.is_available():
@@ -59,8 +59,6 @@ def train(settings: "Settings", watcher: "Watcher") -> int:
         torch.cuda.set_device(local_rank())
     # Before Megatron is imported, because Megatron imports any package named apex.
     check_hardware(settings)
-    from megatron_neobert.runtime.megatron_imports import import_megatron
-
     import_megatron()
     from megatron_neobert.training.loop import run_training
 

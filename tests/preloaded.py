@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from megatron_neobert.runtime.megatron_imports import import_megatron
+from megatron_neobert.model.kernels import import_megatron
 
 import_megatron()
 import pyarrow.parquet  # noqa: E402, F401

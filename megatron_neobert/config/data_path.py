@@ -1,17 +1,27 @@
 """Parsing of `--data-path`: corpora, their weights, and the limits that select a part of their documents.
 
 This module reads text only and opens no file. Weights are fractions, so that proportions such as 0.2 are exact.
+
+The limit `:where=EXPRESSION` selects documents by their attributes:
+
+    score>=3 and language=='en'
+    input=='dump-7*' or (source in ['books', 'law'] and not is_spam)
+
+An expression compares attribute names with literals or with each other, and combines comparisons by `in [...]`, `and`,
+`or`, `not` and parentheses. A text with `*` after `==` or in a list is a pattern. Python's parser reads the expression,
+nothing executes it, and every other kind of syntax node is refused.
 """
 
+import ast
 import math
 import re
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_neobert.config.expressions import parse_expression
 from megatron_neobert.errors import ConfigError
 
 _FORM = (
@@ -24,6 +34,14 @@ _LONGEST_LIMIT = 18  # digits
 _LIMIT = re.compile(r"(.*):(?:(drop)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
 # An expression can have colons in quoted texts.
 _WHERE = re.compile(r""":where=((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^:])*)""", re.DOTALL)
+_LONGEST_EXPRESSION = 4096  # characters
+_DEEPEST = 50  # nested nodes
+_LARGEST_NUMBER = 2**63 - 1
+_COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_GRAMMAR = (
+    "expressions have attribute names, numbers, quoted texts, True, False, == != < <= > >=, in [...], and, or, not and "
+    "parentheses, such as score>=3 and language=='en'"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ class Component:
     weight: Fraction = Fraction(1)  # divided by the sum of all weights: share of the documents
     minimum: int = 1  # tokens of a document, without [CLS] and [SEP]
     maximum: int | None = None
-    where: str | None = None  # expression over attributes, see expressions.py
+    where: str | None = None  # expression over attributes
     drop: tuple[str, ...] = ()  # paths of drop lists
 
     @property
@@ -162,3 +180,74 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
             "document; min must be at least 1 and not above max. Change one of them."
         )
     return Component(prefix, weight, minimum, maximum, where, drop)
+
+
+# ---- expressions
+
+
+def parse_expression(text: str) -> ast.expr:
+    """Parse an expression over document attributes, such as `score>=3`, and return the syntax tree.
+
+    Raise ConfigError if the text is too long, is not a Python expression, or contains a node that is not allowed.
+    """
+    if len(text) > _LONGEST_EXPRESSION:
+        raise ConfigError(
+            f"an expression of {len(text):,} characters is longer than {_LONGEST_EXPRESSION:,}; shorten it."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as unknown escapes in quoted texts
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else type(error).__name__
+        raise ConfigError(f"{text!r:.200} is not an expression ({reason}); {_GRAMMAR}.") from error
+    if (refused := next(_refused_nodes(tree, _DEEPEST), None)) is not None:
+        source = ast.get_source_segment(text.strip(), refused)
+        raise ConfigError(f"{text!r:.200}: {source!r:.80} is refused; {_GRAMMAR}.")
+    return tree
+
+
+def names_in(tree: ast.expr) -> set[str]:
+    """Return the attribute names in an expression."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _refused_nodes(node: ast.expr, depth: int) -> Iterator[ast.expr]:
+    """Yield each node of a condition that the grammar does not allow, or that is nested `depth` levels deep."""
+    match node:
+        case _ if depth == 0:
+            yield node
+        case ast.BoolOp(values=conditions):
+            for condition in conditions:
+                yield from _refused_nodes(condition, depth - 1)
+        case ast.UnaryOp(op=ast.Not(), operand=condition):
+            yield from _refused_nodes(condition, depth - 1)
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.List(elts=values)]) if values:
+            yield from (operand for operand in (left, *values) if not _is_operand(operand))
+            if not isinstance(left, ast.Name):
+                yield node
+        case ast.Compare(left=left, ops=operators, comparators=right) if all(
+            isinstance(operator, _COMPARISONS) for operator in operators
+        ):
+            yield from (operand for operand in (left, *right) if not _is_operand(operand))
+            if not any(isinstance(operand, ast.Name) for operand in (left, *right)):
+                yield node
+        case ast.Name():
+            return
+        case _:
+            yield node
+
+
+def _is_operand(node: ast.expr) -> bool:
+    match node:
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+            return _is_operand(node.operand)
+        case ast.Constant(value=str(text)):
+            # An attribute never contains a surrogate.
+            return not any("\ud800" <= character <= "\udfff" for character in text)
+        case ast.Constant(value=bool() | float()) | ast.Name():
+            return True
+        case ast.Constant(value=int(number)):
+            return number <= _LARGEST_NUMBER
+        case _:
+            return False

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConversionError, MissingInputError
-from megatron_neobert.runtime.atomic_files import read_text
-from megatron_neobert.runtime.folder_kinds import why_no_model
+from megatron_neobert.runtime.atomic_files import read_text, why_no_model
 from megatron_neobert.text import listed, parse_json
 
 WEIGHTS = "model.safetensors"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_neobert.errors import ConfigError, MissingInputError, short_reason, suggest_path
-from megatron_neobert.runtime.folder_kinds import why_no_model
+from megatron_neobert.runtime.atomic_files import why_no_model
 
 TOKENIZER_FILES = (
     "tokenizer.json",

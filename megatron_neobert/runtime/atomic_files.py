@@ -1,4 +1,7 @@
-"""Checksums, and files and folders that appear complete or not at all, even if the process or machine crashes."""
+"""Checksums, and files and folders that appear complete or not at all, even if the process or machine crashes.
+
+Also remedies for messages about a folder that is missing or of the wrong kind.
+"""
 
 import errno
 import fcntl
@@ -11,14 +14,19 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+import msgspec
 
 from megatron_neobert.errors import MissingInputError, OutputError, SaveError, short_reason, suggest_path
 from megatron_neobert.runtime.own_files import create_temporary
 
+MANIFEST = "MANIFEST.json"  # of a checkpoint
 _CHUNK_BYTES = 1 << 20  # bytes per read
+_BLOCK_BYTES = 4 << 20  # that `NewFile.append` reads at once
 # Errors of flock on a file system without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -27,6 +35,20 @@ def require_folder(flag: str, folder: Path, *, remedy: str) -> None:
     """Raise MissingInputError if `folder` is not a folder. The message begins with `flag` and ends with `remedy`."""
     if not folder.is_dir():
         raise MissingInputError(f"{flag} {folder}: no such folder{suggest_path(folder, otherwise=';')} {remedy}.")
+
+
+def why_no_model(folder: Path) -> str:
+    """Return a message that says why `folder` is not a Hugging Face folder, and what to convert or name instead."""
+    if any(folder.glob(f"iter_*/{MANIFEST}")):
+        return (
+            f"it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf --load "
+            f"{folder} --output DIR"
+        )
+    if (folder / MANIFEST).is_file():
+        return f"it is a checkpoint; convert it: neobert convert megatron-to-hf --load {folder} --output DIR"
+    if folder.is_dir():
+        return "a folder without config.json; name a Hugging Face folder"
+    return f"no such folder{suggest_path(folder, otherwise=';')} name a Hugging Face folder"
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -95,6 +117,68 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and hexadecimal SHA-256 of a file at the time it was written."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: str
+
+
+class NewFile:
+    """A file that is hashed while it is written to a temporary path; `commit` renames it to `path`.
+
+    Use it as a context manager: leaving the block without `commit` removes the temporary file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = temporary_path(path)
+        self._stream = create_temporary(self._temporary)
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+        self._sha256: str | None = None  # set for a linked file, which is not hashed again
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def write(self, content: bytes | memoryview) -> None:
+        self._stream.write(content)
+        self._digest.update(content)
+        self._bytes += memoryview(content).nbytes
+
+    def append(self, source: Path) -> None:
+        """Append the content of a file. A thread hashes each block while the block is written."""
+        with source.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as thread:
+            while block := stream.read(_BLOCK_BYTES):
+                hashing = thread.submit(self._digest.update, block)
+                self._stream.write(block)
+                hashing.result()
+                self._bytes += len(block)
+
+    def link(self, source: Path, *, sha256: str) -> None:
+        """Replace the content by a hard link to `source`, or by a copy. `source` is not compared with `sha256`."""
+        self._temporary.unlink()
+        try:
+            os.link(source, self._temporary)
+        except OSError:
+            shutil.copyfile(source, self._temporary)
+        self._bytes, self._sha256 = source.stat().st_size, sha256
+
+    def commit(self, *, sync: bool = True) -> FileRecord:
+        """Close the file, rename it to `path`, and return its record. If `sync`, wait until the file is on disk."""
+        self._stream.close()
+        if sync:
+            sync_to_disk(self._temporary)
+        self._temporary.replace(self.path)
+        if sync:
+            sync_to_disk(self.path.parent)
+        return FileRecord(self._bytes, self._sha256 or self._digest.hexdigest())
 
 
 def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:

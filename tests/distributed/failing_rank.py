@@ -81,15 +81,15 @@ def main() -> int:
     if stage in ("parsing", "importing"):
         plant(stage, how)
         return pretrain.main()
-    from megatron_neobert.runtime import megatron_imports
+    from megatron_neobert.model import kernels
 
-    import_megatron = megatron_imports.import_megatron
+    import_megatron = kernels.import_megatron
 
     def import_and_plant() -> None:
         import_megatron()
         plant(stage, how)
 
-    megatron_imports.import_megatron = import_and_plant
+    kernels.import_megatron = import_and_plant
     return pretrain.main()
 
 

@@ -33,7 +33,7 @@ LAYERS = [
     Layer(2, "pure", ".model.reference .model.flops"),
     Layer(2, "pure", ".data.batches.masking .data.batches.packing .data.batches.order .data.batches.philox"),
     Layer(3, "platform", ".runtime.distributed .runtime.cpu_backend .runtime.megatron_patches"),
-    Layer(3, "platform", ".runtime.megatron_imports .runtime.signals .runtime.watcher"),
+    Layer(3, "platform", ".runtime.signals .runtime.watcher"),
     Layer(4, "model", ".model"),
     Layer(4, "data", ".data"),
     Layer(5, "training", ".state .training .checkpoint .planning"),  # a start prints the warnings of the plan

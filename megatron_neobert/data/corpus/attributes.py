@@ -20,7 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from megatron_neobert.config.expressions import names_in, parse_expression
+from megatron_neobert.config.data_path import names_in, parse_expression
 from megatron_neobert.data.corpus.attribute_columns import DERIVED, attribute_name, write_columns
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.format import DAMAGED, write_manifest
@@ -80,7 +80,7 @@ class ChosenDocuments:
 def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[str] = ()) -> NDArray[np.uint8]:
     """Return one bit per document, set if all conditions hold and no drop list drops the document.
 
-    `conditions` are expressions of config/expressions.py, and `drop` contains paths of drop lists. A missing value
+    `conditions` are expressions of config/data_path.py, and `drop` contains paths of drop lists. A missing value
     satisfies neither a comparison nor its negation. Each byte covers eight documents, the first in the lowest bit. Bits
     after the last document pad the array to whole blocks of 256 bits; their values have no meaning. Raise ConfigError
     if a condition does not fit the attributes, and DataError if a file is damaged.

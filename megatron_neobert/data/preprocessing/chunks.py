@@ -25,9 +25,8 @@ from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filt
 from megatron_neobert.data.tokenizer.fast_backends import Backend, BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.atomic_files import NewFile, sha256_of
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
-from megatron_neobert.runtime.new_file import NewFile
 
 
 class DamagedInput(DataError):

@@ -20,7 +20,7 @@ from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_to
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.forecast import sample_iteration
 from megatron_neobert.planning.plan import checkpoint_lines, print_plan, start_warnings
-from megatron_neobert.runtime.folder_kinds import MANIFEST
+from megatron_neobert.runtime.atomic_files import MANIFEST
 from megatron_neobert.text import approximate, duration, in_bytes, percent, with_prefix
 
 # ---- averages over iterations

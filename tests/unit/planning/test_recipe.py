@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from processes import run_command
 
+from megatron_neobert.commands.recipe import RecipeOptions, choose_recipe, summarize
 from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.rules import find_problems
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.planning.assumed_data import open_or_assume_phases
 from megatron_neobert.planning.forecast import forecast_phases
-from megatron_neobert.planning.recipe import RecipeOptions, choose_recipe, summarize
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMAND = "megatron_neobert.__main__"

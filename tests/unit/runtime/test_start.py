@@ -105,7 +105,7 @@ def test_rank_imports_neither_inductor_nor_wandb():
 
 @pytest.mark.slow
 def test_importing_megatron_directly_imports_them():
-    """The control. If it fails, runtime/megatron_imports.py is no longer needed."""
+    """The control. If it fails, `import_megatron` in model/kernels.py is no longer needed."""
     code = f"import sys, megatron_neobert.training.loop; print([name for name in {HEAVY} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert str(list(HEAVY)) in ended.stdout

@@ -15,8 +15,7 @@ from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Sett
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.state import MetricSums, StepResult
-from megatron_neobert.training.metrics import Monitor, interval_lines
-from megatron_neobert.training.trackers import Trackers, start_wandb
+from megatron_neobert.training.metrics import Monitor, Trackers, interval_lines, start_wandb
 
 NAN = float("nan")
 TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step with two documents

@@ -2,7 +2,7 @@
 
 import gc
 
-from megatron_neobert.training.garbage import collecting_together
+from megatron_neobert.training.loop import collecting_together
 
 STEPS = 25
 CYCLES = 2_000  # per step; Python collects after 700 new objects
