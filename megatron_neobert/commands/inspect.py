@@ -61,8 +61,26 @@ def inspect_data(options: InspectDataOptions) -> None:
             first += record.documents
     elif not options.document:
         print_summary(corpus)
-    if options.document:
-        print_documents(corpus, options.document, options)
+    if not options.document:
+        return
+    if outside := [number for number in options.document if not 0 <= number < len(corpus)]:
+        raise ConfigError(
+            f"--document {outside[0]} is not one of the {len(corpus):,} documents of {corpus.prefix}; give numbers "
+            f"from 0 to {len(corpus) - 1}"
+        )
+    if options.tokenizer_model is None:
+        raise ConfigError("--document prints text, which needs the tokenizer of the corpus; give --tokenizer-model")
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(options.tokenizer_model)
+    corpus.check_tokenizer(tokenizer)
+    for number in options.document:
+        ids = corpus.document(number)
+        first_ids = ids[: options.tokens].tolist()
+        truncated = f", the first {options.tokens:,}" if options.tokens < ids.size else ""
+        print(f"document {number:,}: {ids.size:,} tokens{truncated}")
+        print_table({"text": tokenizer.decode(first_ids), "ids": " ".join(map(str, first_ids))})
+        print()
 
 
 def print_summary(corpus: "Corpus") -> None:
@@ -87,28 +105,6 @@ def print_summary(corpus: "Corpus") -> None:
             "sha256": manifest.documents_sha256,
         }
     )
-
-
-def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: InspectDataOptions) -> None:
-    """Print documents, numbered from 0, as text and token ids, at most `options.tokens` tokens of each."""
-    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-
-    if outside := [number for number in numbers if not 0 <= number < len(corpus)]:
-        raise ConfigError(
-            f"--document {outside[0]} is not one of the {len(corpus):,} documents of {corpus.prefix}; give numbers "
-            f"from 0 to {len(corpus) - 1}"
-        )
-    if options.tokenizer_model is None:
-        raise ConfigError("--document prints text, which needs the tokenizer of the corpus; give --tokenizer-model")
-    tokenizer = load_tokenizer(options.tokenizer_model)
-    corpus.check_tokenizer(tokenizer)
-    for number in numbers:
-        ids = corpus.document(number)
-        first_ids = ids[: options.tokens].tolist()
-        truncated = f", the first {options.tokens:,}" if options.tokens < ids.size else ""
-        print(f"document {number:,}: {ids.size:,} tokens{truncated}")
-        print_table({"text": tokenizer.decode(first_ids), "ids": " ".join(map(str, first_ids))})
-        print()
 
 
 def print_table(values: dict[str, str]) -> None:

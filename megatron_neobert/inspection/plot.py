@@ -61,11 +61,22 @@ def read_run(path: Path, *, name: str) -> RunLog:
             f"{path} {problem}; name the folder given to --save. A run writes its log there from the first interval on."
         )
     values: dict[int, dict[str, float]] = {}
+    limits = {int: _LARGEST, float: _LARGEST_VALUE}  # a comparison with NaN is False
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-        entry, is_start = _parse(line)
-        iteration = int(entry.pop("iteration", -1))
-        if is_start:
+        try:
+            content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
+        except ValueError:
+            continue
+        iteration = content.pop("iteration", None) if isinstance(content, dict) else None
+        if type(iteration) is not int or not 0 <= iteration <= _LARGEST:
+            continue
+        if content.get("start") is True:
             values = {logged: old for logged, old in values.items() if logged <= iteration}
+        entry = {
+            metric: value
+            for metric, value in content.items()
+            if _NAME.fullmatch(metric) and type(value) in limits and abs(value) <= limits[type(value)]
+        }
         if entry:
             values[iteration] = {**values.get(iteration, {}), **entry}
     if not values:
@@ -74,27 +85,6 @@ def read_run(path: Path, *, name: str) -> RunLog:
             "interval (--log-interval) has ended."
         )
     return RunLog(name, dict(sorted(values.items())))
-
-
-def _parse(line: str) -> tuple[dict[str, float], bool]:
-    """Return the numbers in a log line by name, and True if the line marks a start of the run.
-
-    The numbers include "iteration". If the line contains no valid iteration, return ({}, False).
-    """
-    try:
-        content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
-    except ValueError:
-        return {}, False
-    iteration = content.get("iteration") if isinstance(content, dict) else None
-    if type(iteration) is not int or not 0 <= iteration <= _LARGEST:
-        return {}, False
-    limits = {int: _LARGEST, float: _LARGEST_VALUE}  # a comparison with NaN is False
-    numbers = {
-        name: value
-        for name, value in content.items()
-        if _NAME.fullmatch(name) and type(value) in limits and abs(value) <= limits[type(value)]
-    }
-    return numbers, content.get("start") is True
 
 
 def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:

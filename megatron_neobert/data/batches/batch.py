@@ -118,14 +118,11 @@ class GlobalBatch:
 
         Raise DataError if a corpus is damaged, and StorageError if a remote corpus cannot be read.
         """
-        documents = self._count_documents() if self.pads_to_capacity else None
         micro_batches = []
         for packed in self._sequences_of(rank):
             batch = build_micro_batch(self.phase, packed)
-            if rank.context_parallel_size > 1:
-                batch = _take_share(batch, rank)
-            micro_batches.append(batch if documents is None else self._pad(batch, documents))
-        return RankBatches(micro_batches, self.cursor_after)
+            micro_batches.append(_take_share(batch, rank) if rank.context_parallel_size > 1 else batch)
+        return RankBatches(self._pad(micro_batches) if self.pads_to_capacity else micro_batches, self.cursor_after)
 
     def prefetch(self, rank: RankPosition) -> None:
         """Start fetching a rank's documents from object storage, and return without waiting."""
@@ -138,27 +135,29 @@ class GlobalBatch:
         firsts = range(0, len(self.packed), size)[rank.data_parallel_rank :: rank.data_parallel_size]
         return [self.packed.take(first, first + size) for first in firsts]
 
-    def _count_documents(self) -> int:
-        """Return the largest number of documents in a micro-batch of any rank, dummies included."""
+    def _pad(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return copies, padded to the capacities for masked positions and for the documents of all ranks."""
         settings, size = self.phase.settings, self.phase.settings.training.micro_batch_size
+        tokens, is_packed = settings.tokens_per_micro_batch, settings.data.batch_layout == "packed"
         offsets = self.packed.offsets[::size]
         ends_n = np.append(0, np.cumsum(self.packed.segments.packed_lengths_n))
-        unused = settings.tokens_per_micro_batch - np.diff(ends_n[offsets])
-        is_packed = settings.data.batch_layout == "packed"
-        documents = np.diff(offsets) if is_packed else np.full(len(unused), size)
-        return int((documents + -(-unused // settings.data.seq_length)).max())
-
-    def _pad(self, batch: MicroBatch, documents: int) -> MicroBatch:
-        """Return a copy of `batch`, padded to its capacity for masked positions and to `documents` documents."""
-        masked = masked_capacity(len(batch.tokens_t), probability=self.phase.settings.data.predicted_share)
-        tokens, bounds = self.phase.settings.tokens_per_micro_batch, batch.cu_seqlens_n.numpy()
-        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), tokens)])
-        return replace(
-            batch,
-            labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
-            masked_positions_m=torch.from_numpy(pad_to_capacity(batch.masked_positions_m.numpy(), masked, 0)),
-            cu_seqlens_n=torch.from_numpy(bounds),
-        )
+        unused = tokens - np.diff(ends_n[offsets])
+        documents = (np.diff(offsets) if is_packed else size) + -(-unused // settings.data.seq_length)
+        capacity = document_capacity(int(documents.max()))
+        padded = []
+        for batch in micro_batches:
+            masked = masked_capacity(len(batch.tokens_t), probability=settings.data.predicted_share)
+            bounds = batch.cu_seqlens_n.numpy()
+            bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], capacity, tokens)])
+            padded.append(
+                replace(
+                    batch,
+                    labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
+                    masked_positions_m=torch.from_numpy(pad_to_capacity(batch.masked_positions_m.numpy(), masked, 0)),
+                    cu_seqlens_n=torch.from_numpy(bounds),
+                )
+            )
+        return padded
 
 
 def build_micro_batch(phase: BatchPhase, packed: PackedSequences) -> MicroBatch:

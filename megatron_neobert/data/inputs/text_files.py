@@ -23,46 +23,43 @@ _LINE_BUFFER_BYTES = 64 << 10  # for finding line ends
 def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the texts in a chunk of JSON lines. Raise DamagedStream if the file is damaged.
 
-    Malformed records raise no error: they are in the `rejected` of their batch.
+    Malformed records raise no error: they are in the `rejected` of their batch. Blank lines are numbered, but skipped.
     """
-    number = 1
+    first_number, limit = 1, settings.max_document_bytes
     with InputReader(chunk) as stream:
-        for records in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):
-            batch = _read_objects(records, number, settings)
-            batch.progress = stream.progress
-            number += batch.numbers
+        for lines in read_records(stream, separator=b"\n", limit=limit):
+            batch, last = RecordBatch(numbers=len(lines), progress=stream.progress), dict[str, object]()
+            for number, line in enumerate(lines, first_number):
+                if len(line) > limit:
+                    batch.reject(Reason.TOO_LONG, number, f"more than {limit:,} bytes", line)
+                    continue
+                record = None
+                try:
+                    record = _parse_object(line)
+                    if record is None:
+                        continue
+                    text, last = _look_up(record, settings.text_key), record
+                except ValueError as error:
+                    batch.reject(Reason.MALFORMED_JSON, number, str(error), line)
+                    continue
+                except KeyError:
+                    found = ", ".join(sorted(record or ())[:10]) or "none"
+                    detail = f"no key '{settings.text_key}'; keys found: {found}"
+                    batch.reject(Reason.MISSING_KEY, number, detail, line)
+                    continue
+                if isinstance(text, str):
+                    fields: Fields = dict.fromkeys(settings.record_keys)
+                    for key in fields:
+                        with suppress(KeyError):
+                            fields[key] = _look_up(record, key)
+                    batch.add_text(text, number, fields)
+                elif text is None:
+                    batch.reject(Reason.NULL_TEXT, number, "null", line)
+                else:
+                    batch.reject(Reason.NOT_A_STRING, number, f"found {type(text).__name__}", line)
+            batch.field_names = list(last)
+            first_number += len(lines)
             yield batch
-
-
-def _read_objects(records: list[bytes], first_number: int, settings: ReadSettings) -> RecordBatch:
-    """Parse JSON lines into a batch. Blank lines are numbered, but skipped."""
-    batch, last = RecordBatch(numbers=len(records)), dict[str, object]()
-    for number, line in enumerate(records, first_number):
-        if len(line) > settings.max_document_bytes:
-            batch.reject(Reason.TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line)
-            continue
-        try:
-            record = _parse_object(line)
-            if record is None:
-                continue
-            text, last = _look_up(record, settings.text_key), record
-            if isinstance(text, str):
-                fields: Fields = dict.fromkeys(settings.record_keys)
-                for key in fields:
-                    with suppress(KeyError):
-                        fields[key] = _look_up(record, key)
-                batch.add_text(text, number, fields)
-            elif text is None:
-                batch.reject(Reason.NULL_TEXT, number, "null", line)
-            else:
-                batch.reject(Reason.NOT_A_STRING, number, f"found {type(text).__name__}", line)
-        except ValueError as error:
-            batch.reject(Reason.MALFORMED_JSON, number, str(error), line)
-        except KeyError:
-            found = ", ".join(sorted(record or ())[:10]) or "none"
-            batch.reject(Reason.MISSING_KEY, number, f"no key '{settings.text_key}'; keys found: {found}", line)
-    batch.field_names = list(last)
-    return batch
 
 
 def _parse_object(line: bytes) -> dict[str, object] | None:

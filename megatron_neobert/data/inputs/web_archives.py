@@ -45,12 +45,24 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
     If the archive is damaged, yield the records before the damage, then raise DamagedStream.
     """
-    batch = RecordBatch()
+    batch, limit = RecordBatch(), settings.max_document_bytes
     with InputReader(chunk) as stream:
         try:
             archive = io.BufferedReader(stream, BATCH_BYTES)
-            for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):
-                _add_record(batch, record, number, settings)
+            for number, record in enumerate(cut_records(archive, limit=limit), start=1):
+                values = [(key, record.headers.get(key.lower().encode())) for key in settings.record_keys]
+                fields = {key: value if value is None else value.decode(errors="replace") for key, value in values}
+                kind = record.headers.get(b"warc-type")
+                content_type = record.headers.get(b"content-type", b"").lower()
+                if record.length > limit:
+                    batch.reject(Reason.TOO_LONG, number, f"{record.length:,} bytes", record.block)
+                elif kind == b"response" and content_type.startswith(b"application/http"):
+                    _add_response(batch, record.block, number, fields, limit=limit)
+                elif kind == b"conversion" and content_type.startswith(b"text/"):
+                    batch.add_utf8(record.block, number, fields)
+                else:
+                    is_page = kind in (b"response", b"conversion")
+                    batch.dropped[Reason.NOT_HTML if is_page else Reason.NOT_A_RESPONSE] += 1
                 batch.numbers += 1
                 batch.field_names = [name.decode("latin-1") for name in record.headers]
                 batch_bytes = batch.utf8_bytes + sum(len(rejected.raw) for rejected in batch.rejected)
@@ -64,23 +76,6 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
         batch.progress = stream.progress
     if batch.numbers:
         yield batch
-
-
-def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings: ReadSettings) -> None:
-    fields: Fields = dict.fromkeys(settings.record_keys)
-    for key in settings.record_keys:
-        if (value := record.headers.get(key.lower().encode())) is not None:
-            fields[key] = value.decode(errors="replace")
-    kind = record.headers.get(b"warc-type")
-    content_type = record.headers.get(b"content-type", b"").lower()
-    if record.length > settings.max_document_bytes:
-        batch.reject(Reason.TOO_LONG, number, f"{record.length:,} bytes", record.block)
-    elif kind == b"response" and content_type.startswith(b"application/http"):
-        _add_response(batch, record.block, number, fields, limit=settings.max_document_bytes)
-    elif kind == b"conversion" and content_type.startswith(b"text/"):
-        batch.add_utf8(record.block, number, fields)
-    else:
-        batch.dropped[Reason.NOT_HTML if kind in (b"response", b"conversion") else Reason.NOT_A_RESPONSE] += 1
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields, *, limit: int) -> None:

@@ -6,8 +6,7 @@ import pytest
 from unit.data.preprocess_workspace import add_mixed_inputs
 
 from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
-from megatron_neobert.data.preprocessing.run import is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import is_complete, plan_preprocessing, tokenize_chunk
 
 
 class StoppedByTest(Exception):
