@@ -1,5 +1,5 @@
-"""Near-duplicates of finished corpora, found by MinHash and written as a drop list.
+"""Shared parts of the searches through finished corpora: MinHash (minhash.py), and jobs and drop lists (search.py).
 
-minhash.py has the method, without input or output; run.py finds the clusters. The package reads corpora with
-`megatron_neobert.data.corpus` and imports neither preprocessing nor training. Read minhash.py first.
+The searches are the commands find-duplicates and find-overlaps. The package reads corpora with
+`megatron_neobert.data.corpus` and imports neither preprocessing nor training.
 """

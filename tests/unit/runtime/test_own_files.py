@@ -11,9 +11,9 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_c
 
 from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.commands.adopt import adopt_corpus
+from megatron_neobert.commands.find_duplicates import FindSettings, list_duplicates
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
-from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.fine_tune import fine_tune
 from megatron_neobert.evaluation.ledger import open_ledger
@@ -40,7 +40,7 @@ def adopt_in(folder: Path) -> None:
 
 def find(folder: Path, **changes: Any) -> None:
     prefixes = (write_small_corpus(folder),)
-    find_duplicates(FindSettings(prefixes=prefixes, output=folder / "list", overwrite=True, **changes))
+    list_duplicates(FindSettings(prefixes=prefixes, output=folder / "list", overwrite=True, **changes))
 
 
 def start_training(folder: Path) -> None:

@@ -84,11 +84,6 @@ def drop(place, *numbers, name="list"):
     return f"{prefix(place)}:drop={place.folder / name}"
 
 
-def test_documents_of_a_drop_list_are_left_out(place):
-    (training,) = opened(place, drop(place, 1, 2), split="1").training
-    assert numbers(training) == [number for number in range(len(place.corpus())) if number not in (1, 2)]
-
-
 def test_the_identity_of_the_data_depends_on_documents_and_weights_but_not_on_paths_and_words(place):
     corpus, path = place.corpus(), prefix(place)
     place.run("copy", inputs=(str(place.inputs / "run.jsonl"),))

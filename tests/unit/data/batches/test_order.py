@@ -74,12 +74,6 @@ def test_parts_of_a_split_have_every_document_once_in_ascending_order_and_are_sp
         assert np.abs(before - share).max() < 2
 
 
-def test_each_hundredth_document_is_held_out_by_99_1():
-    training, validation = split_documents(1000, "99,1")
-    assert numbers(validation) == list(range(50, 1000, 100))
-    assert numbers(training)[48:52] == [48, 49, 51, 52]
-
-
 @pytest.mark.parametrize("split", ["99,1", "1,2"])
 def test_numbers_of_a_trillion_documents_are_exact(split):
     """Against Python's integers, which have no limit."""

@@ -11,12 +11,18 @@ from commands import call
 from unit.data.child_processes import count_changes
 from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_corpus
 
+from megatron_neobert.commands import find_duplicates
+from megatron_neobert.commands.find_duplicates import (
+    FindSettings,
+    count_cluster_sizes,
+    find_clusters,
+    list_duplicates,
+)
 from megatron_neobert.data.corpus.attributes import choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.deduplication import minhash, run, search
+from megatron_neobert.data.deduplication import minhash, search
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
-from megatron_neobert.data.deduplication.run import FindSettings, count_cluster_sizes, find_clusters, find_duplicates
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 
@@ -64,7 +70,7 @@ def find(output, *prefixes, minhash=None, **changes):
     settings = FindSettings(
         prefixes=tuple(map(str, prefixes)), output=output, minhash=minhash or MinHashSettings(), **changes
     )
-    return find_duplicates(settings)
+    return list_duplicates(settings)
 
 
 def ngram_sets(documents):
@@ -167,10 +173,10 @@ def test_list_is_the_same_for_any_number_of_workers_ranges_and_buckets(
     planted, expected, tmp_path, monkeypatch, range_documents, bucket_documents, workers
 ):
     monkeypatch.setattr(search, "RANGE_DOCUMENTS", range_documents)
-    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket_documents)
-    monkeypatch.setattr(run, "_STEP_PAIRS", 7)
+    monkeypatch.setattr(find_duplicates, "BUCKET_DOCUMENTS", bucket_documents)
+    monkeypatch.setattr(find_duplicates, "_STEP_PAIRS", 7)
     monkeypatch.setattr(search, "_STEP_TOKENS", 3000)
-    monkeypatch.setattr(run, "_STEP_DOCUMENTS", 100)
+    monkeypatch.setattr(find_duplicates, "_STEP_DOCUMENTS", 100)
     find(tmp_path / "list", planted[0], workers=workers)
     assert (tmp_path / "list").read_bytes() == expected
     assert [file.name for file in tmp_path.iterdir()] == ["list"]
@@ -185,7 +191,7 @@ def two_corpora(folder):
 
 
 def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", 1)  # some buckets have no document
+    monkeypatch.setattr(find_duplicates, "BUCKET_DOCUMENTS", 1)  # some buckets have no document
     prefixes = two_corpora(tmp_path)
     for order, expected in ((prefixes, [[2], [1, 2, 4]]), (prefixes[::-1], [[0, 1, 2], [4]])):
         find(tmp_path / "list", *order, overwrite=True)
@@ -258,7 +264,7 @@ def test_clusters_and_their_sizes_are_those_of_a_plain_search(tmp_path, monkeypa
     for _ in range(300):
         for first, second in pairs:
             smallest[first] = smallest[second] = min(smallest[first], smallest[second])
-    monkeypatch.setattr(run, "_STEP_DOCUMENTS", 70)
+    monkeypatch.setattr(find_duplicates, "_STEP_DOCUMENTS", 70)
     firsts = find_clusters(300, [tmp_path / str(number) for number in range(3)])
     assert firsts.tolist() == smallest.tolist()
     assert count_cluster_sizes(firsts).tolist() == [smallest.tolist().count(first) for first in smallest]

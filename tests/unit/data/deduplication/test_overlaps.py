@@ -5,10 +5,10 @@ import pytest
 from commands import run_forked
 from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_corpus
 
+from megatron_neobert.commands.find_overlaps import Overlaps, OverlapSettings, list_overlaps
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication import search
-from megatron_neobert.data.deduplication.overlaps import Overlaps, OverlapSettings, find_overlaps
 
 VOCABULARY, NGRAM = 1000, 13
 
@@ -47,7 +47,7 @@ def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(
     settings = OverlapSettings(
         prefixes=(str(folder / "C"),), against=(str(folder / "E"),), output=folder / "list", workers=workers
     )
-    ((corpus,), (evaluated,)) = find_overlaps(settings)
+    ((corpus,), (evaluated,)) = list_overlaps(settings)
     all_texts = set().union(*map(ngrams, texts))
     expected = [number for number, document in enumerate(documents) if ngrams(document) & all_texts]
     assert set(range(50)) <= set(expected) and len(expected) < 55, "planted, and few by chance"
