@@ -78,7 +78,11 @@ def main() -> int | None:
         return 0
     name = find_command(arguments)
     if name is None:
-        raise ConfigError(_unknown(arguments))
+        word, *others = arguments
+        if second_words := _next_words([word]):
+            hint = suggestion(others[0], second_words, otherwise=".") if others else "."
+            raise ConfigError(f"neobert {word}: {' or '.join(second_words)} must follow{hint}")
+        raise ConfigError(f"neobert {word}: no such command{suggestion(word, _next_words([]))}")
     return run(name, arguments[len(name.split()) :])
 
 
@@ -115,13 +119,6 @@ def _overview(typed: Sequence[str]) -> str:
         if shown:
             lines += ["", f"{group}:", *(f"  {name:{width}}  {purpose}" for name, purpose in shown.items())]
     return "\n".join([*lines, "", "neobert COMMAND --help shows the flags of a command; neobert --version."])
-
-
-def _unknown(arguments: Sequence[str]) -> str:
-    if second_words := _next_words(arguments[:1]):
-        hint = suggestion(arguments[1], second_words, otherwise=".") if len(arguments) > 1 else "."
-        return f"neobert {arguments[0]}: {' or '.join(second_words)} must follow{hint}"
-    return f"neobert {arguments[0]}: no such command{suggestion(arguments[0], _next_words([]))}"
 
 
 def _next_words(typed: Sequence[str]) -> list[str]:

@@ -150,16 +150,13 @@ class StoredTensors:
                     for start in (offsets, box.offsets)
                 )
                 try:
-                    into[target] = self._open(file).get_slice(name)[source].to(into)
+                    if file not in self._files:
+                        self._files[file] = safe_open(self.folder / file, framework="pt")
+                    into[target] = self._files[file].get_slice(name)[source].to(into)
                 except SafetensorError as error:
                     raise CheckpointError(
                         f"{self.folder / file}: cannot be read ({short_reason(error)}); use another checkpoint."
                     ) from error
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            self._files[file] = safe_open(self.folder / file, framework="pt")
-        return self._files[file]
 
     def read_whole(self, name: str) -> Tensor:
         """Return a whole tensor in its stored dtype."""

@@ -59,7 +59,6 @@ def record_of(path: Path) -> FileRecord:
 
 
 def iteration_folder(save: Path, iteration: int) -> Path:
-    """Return the path of a checkpoint's folder."""
     return save / f"iter_{iteration:07d}"
 
 
@@ -75,7 +74,6 @@ def list_folders(save: Path) -> list[Path]:
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """Return the iteration number in a checkpoint folder's name."""
     return int(checkpoint.name.removeprefix("iter_"))
 
 

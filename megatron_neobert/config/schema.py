@@ -217,7 +217,6 @@ class PhaseChange:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The changed settings by name."""
         return {name: value for name, value in asdict(self).items() if value is not None and name != "after_iters"}
 
     @property
@@ -336,7 +335,6 @@ class Settings:
 
     @property
     def layers_per_stage(self) -> int:
-        """Number of layers per pipeline stage."""
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -79,16 +79,13 @@ class EncoderBlock(nn.Module):
         self.ffn = FeedForward(config)
 
     def forward(self, hidden_bsh: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        hidden_bsh = hidden_bsh + self.wo(self._attend(self.attention_norm(hidden_bsh), rotation, mask))
-        return hidden_bsh + self.ffn(self.ffn_norm(hidden_bsh))
-
-    def _attend(self, normed_bsh: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        heads_bnsd = self.qkv(normed_bsh).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads_bnsd = self.qkv(self.attention_norm(hidden_bsh)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         query, key, value = heads_bnsd.chunk(3, dim=-1)
         context_bnsd = F.scaled_dot_product_attention(
             rotate_pairs(query, rotation), rotate_pairs(key, rotation), value, attn_mask=mask
         )
-        return context_bnsd.transpose(1, 2).flatten(2)
+        hidden_bsh = hidden_bsh + self.wo(context_bnsd.transpose(1, 2).flatten(2))
+        return hidden_bsh + self.ffn(self.ffn_norm(hidden_bsh))
 
 
 class Encoder(nn.Module):

@@ -44,7 +44,6 @@ class Forecast:
 
     @property
     def iterations(self) -> int:
-        """Number of remaining iterations."""
         return (self.phase.last or 0) - self.phase.first + 1
 
 

@@ -61,12 +61,22 @@ def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, stage: i
     # Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches.
     in_flight = min(stages - stage, settings.micro_batches_per_rank(world_size))
     head = _element_bytes(settings) * masked_tokens(settings) * padded // tp if stage == stages - 1 else 0
-    weights, gradients, optimizer = _state_bytes(settings, padded, stage=stage, world_size=world_size)
+    count = count_parameters(settings.model, vocab_size=padded)
+    stage_parameters = count.blocks // stages
+    stage_parameters += count.embedding + count.positions if stage == 0 else 0
+    stage_parameters += count.final_norm + count.decoder if stage == stages - 1 else 0
+    # Norms are not split between tensor-parallel ranks; they are a few thousand parameters.
+    parameters = stage_parameters / tp
+    moments = moment_bytes(settings, stage_parameters, layers=settings.layers_per_stage)
+    optimizer = parameters * (moments / stage_parameters + (4 if settings.training.bf16 else 0))
+    if settings.use_distributed_optimizer:
+        # Context-parallel ranks have the same weights, and share the optimizer state like data-parallel ranks.
+        optimizer /= settings.data_parallel_size(world_size) * settings.parallel.context_parallel_size
     return RankMemory(
         stage=stage,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
+        weights=round(parameters * _element_bytes(settings)),
+        gradients=round(parameters * 4),
+        optimizer=round(optimizer),
         activations=in_flight * settings.layers_per_stage * kept_by_layer,
         head=head,
         work=max(layer, head),  # gradients of a layer's activations or of the logits
@@ -94,21 +104,3 @@ def layer_bytes(settings: Settings) -> tuple[int, int]:
     factor = _LOCAL_FACTOR if settings.compute.transformer_impl == "local" else 1
     layer = round(tokens * (norms + attention + feed_forward) * factor)
     return layer, tokens * hidden if settings.compute.recompute_granularity == "full" else layer
-
-
-def _state_bytes(settings: Settings, padded_vocab_size: int, *, stage: int, world_size: int) -> tuple[int, int, int]:
-    """Return (weights, gradients, optimizer state) in bytes, for a rank in pipeline stage `stage` (from 0)."""
-    parallel, training, stages = settings.parallel, settings.training, settings.parallel.pipeline_model_parallel_size
-    count = count_parameters(settings.model, vocab_size=padded_vocab_size)
-    stage_parameters = count.blocks // stages
-    stage_parameters += count.embedding + count.positions if stage == 0 else 0
-    stage_parameters += count.final_norm + count.decoder if stage == stages - 1 else 0
-    # Norms are not split between tensor-parallel ranks; they are a few thousand parameters.
-    parameters = stage_parameters / parallel.tensor_model_parallel_size
-    # Context-parallel ranks have the same weights, and share the optimizer state like data-parallel ranks.
-    replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
-    moments = moment_bytes(settings, stage_parameters, layers=settings.layers_per_stage)
-    main_weight_bytes = 4 if training.bf16 else 0
-    optimizer = parameters * (moments / stage_parameters + main_weight_bytes)
-    optimizer /= replicas if settings.use_distributed_optimizer else 1
-    return round(parameters * _element_bytes(settings)), round(parameters * 4), round(optimizer)

@@ -102,7 +102,10 @@ def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: Pla
     ]
     for forecast in forecasts:
         if len(forecasts) > 1:
-            sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
+            phase, tokens = forecast.phase, forecast.iterations * forecast.sample.tokens
+            lines = [f"iterations {phase.first:,} to {phase.last:,}: {approximate(tokens)} tokens of documents"]
+            lines += [settings.training.phases[phase.number - 1].flags] if phase.number else []
+            sections.append((f"phase {phase.number}", lines))
         sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
         sections.append(("corpus", corpus_lines(forecast)))
     sizes = {"vocab_size": vocab_size, "world_size": world_size}
@@ -180,14 +183,6 @@ def corpus_lines(forecast: Forecast) -> list[str]:
             "little. Use fewer --train-iters or more data"
         )
     return lines
-
-
-def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
-    phase = forecast.phase
-    flags = settings.training.phases[phase.number - 1].flags if phase.number else ""
-    tokens = forecast.iterations * forecast.sample.tokens
-    lines = [f"iterations {phase.first:,} to {phase.last:,}: {approximate(tokens)} tokens of documents"]
-    return lines + ([flags] if flags else [])
 
 
 def run_line(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -> str:

@@ -36,8 +36,21 @@ def install() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     torch.cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
-    _name_tensor_types_as_cuda()
-    _orthogonalize_in_float32()
+    # Megatron's optimizers expect CUDA types, such as "torch.cuda.FloatTensor".
+    original_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(result, str) and caller.startswith("megatron.core.optimizer"):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_name  # type: ignore[assignment,method-assign]
+    # torch's Muon orthogonalizes in bfloat16, which is 16 times slower than float32 on CPUs with AVX2.
+    muon: Any = importlib.import_module("torch.optim._muon")
+    newton_schulz = muon._zeropower_via_newtonschulz
+    muon._zeropower_via_newtonschulz = lambda grad, *args: newton_schulz(grad.as_subclass(_StaysFloat32), *args)
     # A copy of torch whose factories replace "cuda" by "cpu".
     namespace = types.ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
@@ -63,28 +76,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return build
 
 
-def _name_tensor_types_as_cuda() -> None:
-    """Patch `Tensor.type` to return a CUDA type, such as "torch.cuda.FloatTensor", to megatron.core's optimizers."""
-    original = torch.Tensor.type
-
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if isinstance(result, str) and caller.startswith("megatron.core.optimizer"):
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
-    torch.Tensor.type = type_name  # type: ignore[assignment,method-assign]
-
-
 class _StaysFloat32(torch.Tensor):
     def bfloat16(self) -> torch.Tensor:
         # A copy, because the caller divides the result in place.
         return self.as_subclass(torch.Tensor).float().clone()
-
-
-def _orthogonalize_in_float32() -> None:
-    """Let torch's Muon orthogonalize in float32. The default, bfloat16, is 16 times slower on CPUs with AVX2."""
-    muon: Any = importlib.import_module("torch.optim._muon")
-    newton_schulz = muon._zeropower_via_newtonschulz
-    muon._zeropower_via_newtonschulz = lambda grad, *args: newton_schulz(grad.as_subclass(_StaysFloat32), *args)

@@ -47,10 +47,8 @@ def install() -> None:
         return
     check_sources()
     clip_grads.get_grad_norm_fp32 = base_optimizer.get_grad_norm_fp32 = norm_on_device
-    parallel_state.create_group = _with_local_synchronization(parallel_state.create_group)
+    create_group: Callable[..., Any] = parallel_state.create_group
 
-
-def _with_local_synchronization(create_group: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create_group)  # check_sources still finds megatron.core's source
     def create_own_group(ranks: list[int], **options: Any) -> Any:
         # With local synchronization, torch names a group by the number of groups of this rank, which may differ between
@@ -63,7 +61,7 @@ def _with_local_synchronization(create_group: Callable[..., Any]) -> Callable[..
         with mock.patch.object(distributed_c10d, "_process_group_name", lambda *_, **__: name):
             return create_group(ranks, **options)
 
-    return create_own_group
+    parallel_state.create_group = create_own_group
 
 
 def check_sources() -> None:

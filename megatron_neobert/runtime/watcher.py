@@ -173,7 +173,12 @@ class Watcher:
         signals.end_process(errors.EXIT_UNAVAILABLE, text)
 
     def _publish(self) -> Status:
-        self._published = self._status._replace(number=self._published.number + 1, waits=_main_thread_waits())
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        name = "" if frame is None else frame.f_code.co_filename
+        # Code that waits for other ranks. The last is the start of the process group, which waits for the store.
+        waiting = ("torch/distributed", "megatron/core", "megatron_neobert/runtime/distributed")
+        waits = any(part in name for part in waiting)
+        self._published = self._status._replace(number=self._published.number + 1, waits=waits)
         self._run.publish(self._published)
         return self._published
 
@@ -230,11 +235,3 @@ def _pending_collective() -> str:
         return ""
     entries = parse_json(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
-
-
-def _main_thread_waits() -> bool:
-    """Return True if the main thread is in code that waits for other ranks: Megatron's or torch.distributed's."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    name = "" if frame is None else frame.f_code.co_filename
-    # The last is the start of the process group, which waits for the store.
-    return any(part in name for part in ("torch/distributed", "megatron/core", "megatron_neobert/runtime/distributed"))

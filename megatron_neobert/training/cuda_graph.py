@@ -39,8 +39,16 @@ class GraphedSchedule:
 
         Collective: all ranks.
         """
-        if not self._fits(batches.micro_batches):
-            self._allocate(batches.micro_batches, run.device)
+        shapes = [_shapes(batch) for batch in batches.micro_batches]
+        if shapes != [_shapes(target) for target in self._inputs] or any(
+            len(batch.cu_seqlens_n) > len(target.cu_seqlens_n)
+            for batch, target in zip(batches.micro_batches, self._inputs, strict=True)
+        ):
+            self.free()
+            bounds = max(len(batch.cu_seqlens_n) for batch in batches.micro_batches)
+            for batch in batches.micro_batches:
+                empty = batch.map_tensors(lambda tensor: torch.empty_like(tensor, device=run.device))
+                self._inputs.append(replace(empty, cu_seqlens_n=empty.cu_seqlens_n.new_empty(bounds)))
         for target, batch in zip(self._inputs, batches.micro_batches, strict=True):
             copy_batch(batch, target)
         inputs = replace(batches, micro_batches=self._inputs)
@@ -58,19 +66,6 @@ class GraphedSchedule:
     def free(self) -> None:
         """Free the graph and its memory. NCCL cannot destroy a group while a graph holds its collectives."""
         self._inputs, self._reports, self._graph, self._is_warm = [], [], None, False
-
-    def _fits(self, batches: list[MicroBatch]) -> bool:
-        return [_shapes(batch) for batch in batches] == [_shapes(target) for target in self._inputs] and all(
-            len(batch.cu_seqlens_n) <= len(target.cu_seqlens_n)
-            for batch, target in zip(batches, self._inputs, strict=True)
-        )
-
-    def _allocate(self, batches: list[MicroBatch], device: torch.device) -> None:
-        self.free()
-        bounds = max(len(batch.cu_seqlens_n) for batch in batches)
-        for batch in batches:
-            empty = batch.map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
-            self._inputs.append(replace(empty, cu_seqlens_n=empty.cu_seqlens_n.new_empty(bounds)))
 
     def _capture(self, run: Run, inputs: RankBatches) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
