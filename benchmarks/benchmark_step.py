@@ -121,8 +121,7 @@ def measure(settings: Settings, arguments: argparse.Namespace, flags: list[str])
     """Train, and print the speeds. Write all figures and `flags` to `arguments.output` unless it is None."""
     import torch
 
-    from megatron_neobert.model.flops import count_parameters
-    from megatron_neobert.model.gpus import find_gpu
+    from megatron_neobert.model.flops import count_parameters, find_gpu
     from megatron_neobert.model.kernels import check_hardware, choose_kernels, engine_attention
 
     torch.set_num_threads(arguments.threads)

@@ -35,7 +35,7 @@ from megatron_neobert.errors import (
     WorkerError,
     run_command,
 )
-from megatron_neobert.planning.assumed_data import open_or_assume_phases
+from megatron_neobert.planning.forecast import open_or_assume_phases
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import Node, find_node, whole_number
 from megatron_neobert.runtime.store import reach_store, serve_store

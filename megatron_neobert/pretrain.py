@@ -30,7 +30,7 @@ def main() -> int:
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
     if command.dry_run:
-        from megatron_neobert.planning.assumed_data import open_or_assume_phases
+        from megatron_neobert.planning.forecast import open_or_assume_phases
         from megatron_neobert.planning.plan import print_plan
 
         opened = open_or_assume_phases(command.settings)

@@ -55,9 +55,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     If the checkpoint contains no optimizer state, the optimizer starts with new state. Rank 0 prints the settings that
     have changed since the checkpoint. Raise CheckpointError if the checkpoint does not fit this run or is damaged.
 
-    Args:
-        has_new_data: The checkpoint comes from --continue-from, so its data may differ from this run's. If the data
-            differ, this run starts at the beginning of its own data.
+    If `has_new_data` and the data differ from the checkpoint's, this run starts at the beginning of its own data.
 
     Collective: all ranks.
     """

@@ -47,11 +47,6 @@ class Part:
         """True if the main weights are stored separately from `weight`."""
         return self.main.dtype != self.weight.dtype
 
-    def narrow(self, begin: int, end: int) -> "Part":
-        """Return a part with the elements from `begin` to `end`, counted from the start of this part."""
-        weight, main, *moments = (flat[begin:end] for flat in (self.weight, self.main, *self.moments.values()))
-        return Part(self.entry, self.start + begin, weight, main, dict(zip(self.moments, moments, strict=True)))
-
     def boxes(self) -> Iterator[LocalBox]:
         """Yield boxes that cover the weights, the main weights (if stored separately) and the moments."""
         flats = {"": self.weight}
@@ -149,7 +144,9 @@ def parts_to_save(run: Run) -> list[Part]:
         size = part.main.numel()
         first, last = max(begin - before, 0), min(end - before, size)
         if first < last:
-            shares.append(part.narrow(first, last))
+            moments = {name: moment[first:last] for name, moment in part.moments.items()}
+            weight, main = part.weight[first:last], part.main[first:last]
+            shares.append(Part(part.entry, part.start + first, weight, main, moments))
         before += size
     return shares
 

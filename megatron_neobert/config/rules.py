@@ -140,11 +140,7 @@ def requirement_problems(settings: Settings) -> Iterator[str]:
         )
         if applies and not is_met:
             setting = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
-            needed = flag_of(required)
-            if required_value is False:
-                needed = needed.replace("--", "--no-")
-            elif required_value is not None:
-                needed += f" {required_value}"
+            needed = flag_of(required) + ("" if required_value is None else f" {required_value}")
             yield f"{setting} needs {needed}: {reason}; add {needed}, or remove {flag_of(name)}."
 
 

@@ -41,13 +41,10 @@ def initialize_weights(model: Any, *, seed: int | None, init_range: float, vocab
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
-
-    def layer_in_model(match: re.Match[str]) -> str:
-        return str(model.decoder.layers[int(match[0])].layer_number - 1)
-
+    layers = [str(layer.layer_number - 1) for layer in model.decoder.layers]
     for local_name, param in model.named_parameters():
         # The layer number in the whole model, from 0, instead of the number in this pipeline stage.
-        name = re.sub(r"(?<=^decoder\.layers\.)\d+", layer_in_model, local_name)
+        name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: layers[int(match[0])], local_name)
         if "norm" in name:
             nn.init.ones_(param) if name.endswith("weight") else nn.init.zeros_(param)
             continue

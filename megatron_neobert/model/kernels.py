@@ -1,7 +1,7 @@
 """Choice of the kernels that compute the model on this machine.
 
 `detect_hardware` examines the GPU and the packages once. Its result and the settings decide which kernels are chosen.
-This module does not import Megatron, because Megatron imports any package named apex, and `check_hardware` has to
+Only `import_megatron` imports Megatron, because Megatron imports any package named apex, and `check_hardware` has to
 refuse a wrong one first.
 """
 

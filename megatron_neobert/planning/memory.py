@@ -41,19 +41,14 @@ def masked_tokens(settings: Settings) -> int:
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int) -> RankMemory:
-    """Return the memory of a rank in the pipeline stage that needs the most. See `plan_stage` for the arguments."""
+    """Return the memory of a rank in the pipeline stage that needs the most."""
     stages = range(settings.parallel.pipeline_model_parallel_size)
     plans = (plan_stage(settings, vocab_size=vocab_size, world_size=world_size, stage=stage) for stage in stages)
     return max(plans, key=lambda rank: rank.total)
 
 
 def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, stage: int) -> RankMemory:
-    """Return the bytes that a rank of a pipeline stage needs at the peak of a training step.
-
-    Args:
-        vocab_size: Tokens in the vocabulary, without padding.
-        stage: Pipeline stage of the rank, from 0.
-    """
+    """Return the bytes that a rank of a pipeline stage needs at the peak of a training step."""
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
     layer, kept_by_layer = layer_bytes(settings)

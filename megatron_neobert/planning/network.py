@@ -35,12 +35,7 @@ class Traffic(NamedTuple):
 
 
 def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[Traffic]:
-    """Return a rank's traffic in a training step. Collectives of scalars (loss, norm, tokens) are left out.
-
-    Args:
-        vocab_size: Tokens in the vocabulary, without padding.
-        stage: Pipeline stage of the rank, from 0.
-    """
+    """Return a rank's traffic in a training step. Collectives of scalars (loss, norm, tokens) are left out."""
     parallel, hidden = settings.parallel, settings.model.hidden_size
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     stages, layers = parallel.pipeline_model_parallel_size, settings.layers_per_stage

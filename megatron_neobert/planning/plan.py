@@ -18,10 +18,8 @@ from megatron_neobert.config.phases import fit_micro_batch
 from megatron_neobert.config.schedule import describe_schedule, schedule_warnings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.corpora import OpenedCorpora
-from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
-from megatron_neobert.model.gpus import GPUS, find_gpu
-from megatron_neobert.planning.assumed_data import assumptions
-from megatron_neobert.planning.forecast import Forecast, forecast_phases
+from megatron_neobert.model.flops import GPUS, checkpoint_bytes, count_parameters, find_gpu
+from megatron_neobert.planning.forecast import Forecast, assumptions, forecast_phases
 from megatron_neobert.planning.memory import RankMemory
 from megatron_neobert.planning.network import (
     GPUS_PER_NODE,
@@ -87,11 +85,7 @@ def start_warnings(
 
 
 def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: PlanOptions, *, world_size: int) -> int:
-    """Print the plan of a run on `world_size` ranks, for which `settings` must be valid. Return exit code 0.
-
-    Args:
-        opened: Data of each phase.
-    """
+    """Print the plan of a run on `world_size` ranks, for which `settings` must be valid. Return exit code 0."""
     vocab_size, done = opened[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
     forecasts = forecast_phases(settings, opened, done=done, world_size=world_size)
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)

@@ -211,7 +211,6 @@ def finish_jobs(
     if a worker dies, ConfigError or ModuleNotFoundError if Ray cannot start, or the exception that a job raised.
 
     Args:
-        label: Name of the jobs on the progress bar.
         function: `run_job`, or a function at module level that calls it. Its result is yielded as the record.
     """
     # Reading a record hashes all files of its job.

@@ -69,11 +69,7 @@ def require_own_folder(path: Path, record: str = RECORD) -> None:
 
 
 def delete_folder(path: Path, record: str = RECORD) -> None:
-    """Delete a folder with our record, if it exists. The record is deleted last, so that a retry works after a kill.
-
-    Args:
-        record: See `is_own_folder`.
-    """
+    """Delete a folder with our record (see `is_own_folder`), if it exists. The record is deleted last, for a retry."""
     if not os.path.lexists(path):
         return
     require_own_folder(path, record)

@@ -24,8 +24,7 @@ from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.model.flops import training_flops_per_token
-from megatron_neobert.model.gpus import find_gpu
+from megatron_neobert.model.flops import find_gpu, training_flops_per_token
 from megatron_neobert.runtime.atomic_files import replace_file
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.own_files import open_own
@@ -185,12 +184,7 @@ class Monitor:
             self.computed_steps += 1
 
     def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> None:
-        """Log the interval and start a new one.
-
-        Args:
-            lr: Learning rate of the last iteration.
-            grad_norm: Gradient norm of the last iteration, before clipping.
-        """
+        """Log the interval and start a new one. `lr` and `grad_norm` (before clipping) are the last iteration's."""
         values = {**self._values(state), "lr": lr, "grad_norm": grad_norm}
         self.log(interval_lines(self._position(state), values))
         self._record(state, values)
@@ -282,13 +276,7 @@ class Trackers:
     A resumed run appends to metrics.jsonl, first a line with `start` and the iteration of its checkpoint. Readers then
     drop the values after this iteration, because the run repeats these iterations or takes another course. The id of a
     run at Weights & Biases is stored in the save folder, so that the same command resumes the same run.
-
-    Args:
-        iteration: Iteration from which this start continues.
-        log: Prints a warning.
-
-    Raises:
-        ConfigError: Weights & Biases did not start.
+    `log` prints a warning. Raise ConfigError if Weights & Biases does not start.
     """
 
     def __init__(self, settings: Settings, *, iteration: int, log: Callable[[str], None]) -> None:

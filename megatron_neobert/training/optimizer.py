@@ -93,10 +93,9 @@ def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamSchedul
 
 
 def update_weights(run: Run, grad_norm: float) -> None:
-    """Clip the gradients in place and update the weights. Call `compute_gradients` before. Collective: all ranks.
+    """Clip the gradients, whose norm over all ranks is `grad_norm`, in place and update the weights.
 
-    Args:
-        grad_norm: Norm of the gradients over all ranks, before clipping.
+    Call `compute_gradients` before. Collective: all ranks.
     """
     # These are the remaining steps of ChainedOptimizer.step in megatron.core, once the norm is known.
     scale = run.settings.optimizer.clip_grad / (grad_norm + 1e-6)  # the epsilon of Megatron and torch

@@ -45,11 +45,7 @@ def join(settings: Settings) -> tuple[list[OpenedCorpora], torch.device]:
 def build_run(
     settings: Settings, opened: list[OpenedCorpora], device: torch.device, *, draws_weights: bool = True
 ) -> Run:
-    """Build this rank's run from the results of `join`, at iteration 0. Collective: all ranks.
-
-    Args:
-        draws_weights: False to leave all weights zero, because a checkpoint is loaded afterwards.
-    """
+    """Build this rank's run from the results of `join`, at iteration 0; see NeoBERTModel. Collective: all ranks."""
     rank = RankPosition(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),

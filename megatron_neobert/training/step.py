@@ -85,7 +85,7 @@ def _gather_results(run: Run, reports: list[Tensor], real_tokens: int, grad_norm
     averaged because, without the distributed optimizer, each replica computes its norm, and norms differ by rounding.
 
     Args:
-        reports: The report of `_compute_loss` for each micro-batch; empty on a pipeline stage without the head.
+        reports: Result of `run_schedule`.
         grad_norm: Gradient norm that this rank computed, a scalar on the device; None for 0.
 
     Collective: all ranks.

@@ -1,9 +1,9 @@
-"""Number of operations, and size of a checkpoint."""
+"""Number of operations, size of a checkpoint, and peak rates of known GPUs."""
 
 import pytest
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
+from megatron_neobert.model.flops import checkpoint_bytes, find_gpu, training_flops_per_token
 
 VOCAB = 30_522  # google-bert/bert-base-uncased
 
@@ -31,3 +31,19 @@ def test_layout_concatenated_costs_as_much_as_documents_of_the_sequence_length()
 
 def test_checkpoint_has_the_bytes_of_weights_main_weights_and_two_moments():
     assert checkpoint_bytes(Settings(), vocab_size=VOCAB) == 245_136_954 * 12
+
+
+@pytest.mark.parametrize(
+    ("device", "sparse_tflops"),  # data sheets print rates "with sparsity", twice the dense rate
+    [("NVIDIA H100 80GB HBM3", 1979), ("NVIDIA H200", 1979), ("NVIDIA H100 PCIe", 1513), ("NVIDIA L40S", 733)],
+)
+def test_rate_is_half_of_the_data_sheet_s_rate_with_sparsity(device, sparse_tflops):
+    gpu = find_gpu(device)
+    assert gpu is not None and gpu.bf16_tflops == pytest.approx(sparse_tflops / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "device", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L4S", "Radeon", ""]
+)
+def test_gpu_slice_or_unknown_gpu_has_no_rate(device):
+    assert find_gpu(device) is None

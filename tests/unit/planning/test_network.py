@@ -13,8 +13,7 @@ import pytest
 from megatron_neobert.config.cli import PlanOptions, read_settings
 from megatron_neobert.config.phases import fit_micro_batch
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.planning.assumed_data import open_or_assume_phases
-from megatron_neobert.planning.forecast import forecast_phases
+from megatron_neobert.planning.forecast import forecast_phases, open_or_assume_phases
 from megatron_neobert.planning.network import Traffic, gradient_buckets, plan_step, traffic_seconds
 from megatron_neobert.planning.plan import compute_seconds, scaling_lines, step_on
 from megatron_neobert.text import duration

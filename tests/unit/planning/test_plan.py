@@ -16,8 +16,7 @@ from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
 from megatron_neobert.data.batches.batch import build_stream
 from megatron_neobert.data.batches.corpora import open_corpora, open_phases
-from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
-from megatron_neobert.model.gpus import find_gpu
+from megatron_neobert.model.flops import checkpoint_bytes, find_gpu, training_flops_per_token
 from megatron_neobert.planning.forecast import sample_iteration
 from megatron_neobert.planning.plan import checkpoint_lines, print_plan, start_warnings
 from megatron_neobert.runtime.atomic_files import MANIFEST

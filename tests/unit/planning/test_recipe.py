@@ -12,8 +12,7 @@ from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.rules import find_problems
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.planning.assumed_data import open_or_assume_phases
-from megatron_neobert.planning.forecast import forecast_phases
+from megatron_neobert.planning.forecast import forecast_phases, open_or_assume_phases
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMAND = "megatron_neobert.__main__"

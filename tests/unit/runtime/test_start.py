@@ -6,6 +6,7 @@ import resource
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,14 +15,15 @@ from processes import run_on_ranks
 from security.refusals import assert_refused
 from torch.distributed import HashStore
 
-from megatron_neobert import launch
+from megatron_neobert import launch, pretrain
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import LauncherError
+from megatron_neobert.model import kernels
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.distributed import initialize
 from megatron_neobert.runtime.environment import Node, find_node, is_rank_zero, local_rank, world_size
 from megatron_neobert.runtime.store import reach_store, serve_store
-from megatron_neobert.runtime.watcher import RunStatus, Status
+from megatron_neobert.runtime.watcher import RunStatus, Status, Watcher
 
 
 @pytest.mark.parametrize(("forwarded", "ended_by", "code"), [((), 15, 143), ((15,), 15, 75), ((15,), 9, 137)])
@@ -109,6 +111,21 @@ def test_importing_megatron_directly_imports_them():
     code = f"import sys, megatron_neobert.training.loop; print([name for name in {HEAVY} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert str(list(HEAVY)) in ended.stdout
+
+
+def test_a_rank_chooses_its_gpu_and_one_compile_thread_before_the_hardware_is_examined(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", choose := Mock())
+    monkeypatch.setattr(kernels, "check_hardware", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        pretrain.train(Settings(), Watcher(limit_seconds=600))
+    choose.assert_called_once_with(3)
+    read = "from torch._inductor import config; print(config.compile_threads)"
+    printed = subprocess.run([sys.executable, "-c", read], env=os.environ, capture_output=True, check=True).stdout
+    assert printed.split() == [b"1"]
 
 
 # --- rank and node are read from environment variables, and wrong variables are refused

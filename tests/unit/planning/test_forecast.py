@@ -10,7 +10,7 @@ from megatron_neobert.config.data_path import Component
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.planning.assumed_data import AssumedCorpus, open_or_assume_phases
+from megatron_neobert.planning.forecast import AssumedCorpus, open_or_assume_phases
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "8"}  # and neither NODE_RANK nor MASTER_ADDR
 COMMAND = "megatron_neobert.__main__"
