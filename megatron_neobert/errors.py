@@ -142,8 +142,7 @@ class ConversionError(NeoBERTError):
 def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --help for the list.") -> str:
     """Return the end of an error message about an unknown name, such as `; did you mean '--lr'?`.
 
-    Args:
-        otherwise: Returned if no name in `known` is similar to `word`.
+    Return `otherwise` if no name in `known` is similar to `word`.
     """
     # Without their hyphens, because these would make all flags similar.
     names = {name.lstrip("-"): name for name in known}
@@ -198,8 +197,12 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         elif message is None:
             print(format_bug(error), end="", file=sys.stderr)
         else:
-            if not isinstance(error, LauncherError):
-                _wait_for_first_rank(code)
+            if not isinstance(error, LauncherError) and os.environ.get("LOCAL_RANK", "0") != "0":
+                # Wait, so that only local rank 0 prints an error that all ranks raise. torchrun then terminates this
+                # rank. If torchrun does not, only this rank has an error.
+                signal.set_wakeup_fd(-1)  # or the run's signal thread would handle SIGTERM
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
+                time.sleep(_SECONDS_UNTIL_TERMINATED)
             rank = os.environ.get("RANK", "0")
             print(f"error{'' if rank == '0' else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -256,14 +259,3 @@ def _missing_package(module: str) -> str | None:
     else:
         remedy = f"install it with: {sys.executable} -m pip install --force-reinstall megatron-neobert"
     return f"{sys.executable} has no module {module}; {remedy}"
-
-
-def _wait_for_first_rank(code: int) -> None:
-    """Wait, so that only local rank 0 prints an error that all ranks raise. torchrun then terminates the waiting ranks.
-
-    If torchrun does not terminate this rank, only this rank has an error; return after some seconds to print it.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.set_wakeup_fd(-1)  # or the run's signal thread would handle SIGTERM
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
-        time.sleep(_SECONDS_UNTIL_TERMINATED)

@@ -114,10 +114,8 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
     """Run `script`, a file and its arguments, on this node's ranks, and return the exit code of the run.
 
     The first rank that failed decides the exit code: 128 + N if signal N ended the rank, 69 if the rank hung or ended
-    early with 0. If no rank failed, it is the ranks' code, such as 0 or 75. After a second Ctrl-C, it is 130.
-
-    Raises:
-        WorkerError: The ranks of this node have ended, but the ranks of another node neither end nor fail.
+    early with 0. If no rank failed, it is the ranks' code, such as 0 or 75. After a second Ctrl-C, it is 130. Raise
+    WorkerError if the ranks of this node have ended, but the ranks of another node neither end nor fail.
     """
     from torch.distributed import PrefixStore
 

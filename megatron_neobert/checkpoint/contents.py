@@ -40,14 +40,9 @@ class Box(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> None:
-    """Write one safetensors file of a checkpoint.
+    """Write contiguous CPU tensors as one safetensors file of a checkpoint. Raise OSError if this is impossible.
 
-    Args:
-        tensors: Contiguous CPU tensors by name.
-        boxes: Name -> the tensor's box in the whole tensor. None if all tensors are whole.
-
-    Raises:
-        OSError: The file cannot be written.
+    `boxes` maps each name to the tensor's box in the whole tensor; None if all tensors are whole.
     """
     if boxes is None:
         boxes = {name: Box((0,) * tensor.dim(), *[tuple(tensor.shape)] * 2) for name, tensor in tensors.items()}

@@ -152,10 +152,8 @@ def check_folders(config: CheckpointConfig) -> None:
 def claim(save: str | None) -> Iterator[None]:
     """Create the folder of --save and lock it against other runs until the context ends. Only rank 0 calls this.
 
-    Print a warning if the file system has no locks. Do nothing if `save` is None.
-
-    Raises:
-        OutputError: Another run still holds the lock after 10 seconds, or the file `lock` is a link or not our lock.
+    Print a warning if the file system has no locks. Do nothing if `save` is None. Raise OutputError if another run
+    still holds the lock after 10 seconds, or if the file `lock` is a link or not our lock.
     """
     if save is None:
         yield

@@ -141,12 +141,9 @@ def _find_in(load: Path, *, is_save: bool) -> Path | None:
 
 
 def _on_all_ranks(function: Callable[[], Any]) -> Any:
-    """Call `function` on each rank, and return this rank's result.
+    """Call `function` on each rank, and return this rank's result. Collective: all ranks.
 
-    Raises:
-        CheckpointError, OSError: The function raised this error on some rank. All ranks raise the lowest rank's error.
-
-    Collective: all ranks.
+    If it raises CheckpointError or OSError on some rank, all ranks raise the lowest rank's error.
     """
     result, error = None, None
     try:

@@ -45,11 +45,7 @@ def write_train_state(folder: Path, state: TrainState, *, optimizer_steps: int |
 
 
 def read_train_state(folder: Path) -> SavedState:
-    """Read train_state.json and check every value.
-
-    Raises:
-        CheckpointError: The file is missing or not valid.
-    """
+    """Read train_state.json and check every value. Raise CheckpointError if the file is missing or not valid."""
     path = folder / TRAIN_STATE
     try:
         return msgspec.convert(parse_json(read_text(path)), SavedState)

@@ -49,10 +49,8 @@ def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
 def fit_micro_batch(settings: Settings, *, world_size: int) -> Settings | None:
     """Lower the micro-batch size of a phase's resolved settings until it divides each rank's share of a global batch.
 
-    With `loss_normalization` "micro_batch", the size is not changed, because the loss depends on it.
-
-    Returns:
-        The settings, or None if the global batch cannot be divided by the data-parallel ranks and the micro-batches.
+    With `loss_normalization` "micro_batch", the size is not changed, because the loss depends on it. Return None if the
+    global batch cannot be divided by the data-parallel ranks and the micro-batches.
     """
     training, replicas = settings.training, settings.data_parallel_size(world_size)
     if not replicas or world_size % settings.parallel.ranks_per_model or training.global_batch_size % replicas:

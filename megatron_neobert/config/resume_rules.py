@@ -160,8 +160,7 @@ def _refuse_repeated_batches(
 def continue_warnings(saved: SavedRun, now: Settings, corpora: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings if, after the checkpoint, the learning rate jumps or validation may use trained documents.
 
-    Args:
-        corpora: For each corpus of the first phase, hash of the documents -> prefix.
+    `corpora` maps the hash of the documents of each corpus of the first phase to the corpus's prefix.
     """
 
     def decay_start(settings: Settings) -> int | None:
@@ -215,8 +214,7 @@ def refuse_other_run(
 def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> Iterator[str]:
     """Yield a phrase such as `--lr was 0.1 and is now 0.2` for each changed setting that may affect the weights.
 
-    Args:
-        weights_only: The checkpoint contains no optimizer state, so only the model is compared.
+    If `weights_only`, the checkpoint contains no optimizer state, and only the model is compared.
     """
     logged = {"model"} if weights_only else set(vars(now)) - _NOT_LOGGED
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in logged}

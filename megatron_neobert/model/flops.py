@@ -66,13 +66,9 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
 
 
 def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
-    """Return the bytes of the optimizer's fp32 moments.
+    """Return the bytes of the optimizer's fp32 moments of `parameters` parameters, which include `layers` layers.
 
     Adam keeps two moments per parameter. Muon keeps one per weight in a layer's matrices, and two per other parameter.
-
-    Args:
-        parameters: Number of parameters that the optimizer updates.
-        layers: Number of layers that these parameters include.
     """
     muon_weights = layers * _matrix_weights(settings.model) if settings.optimizer.optimizer == "muon" else 0
     return 4 * (2 * parameters - muon_weights)

@@ -5,7 +5,6 @@ rates, which are the constants below; only the host's time per kernel was measur
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_neobert.config.rules import graph_obstacle
@@ -86,35 +85,29 @@ def gradient_buckets(settings: Settings, *, vocab_size: int, world_size: int, st
     Source: megatron-core 0.16.1 distributed/param_and_grad_buffer.py and distributed_data_parallel.py. Megatron uses a
         single bucket if overlap is off, and on all pipeline stages except the first.
     """
-    parallel = settings.parallel
+    parallel, model, hidden = settings.parallel, settings.model, settings.model.hidden_size
+    tp = parallel.tensor_model_parallel_size
+    rows = model.padded_vocab_size(vocab_size, tensor_parallel=tp) // tp
+    norm = [hidden] * (2 if model.normalization == "LayerNorm" else 1)
+    layer = [hidden * model.ffn_width // tp, (2 if model.swiglu else 1) * hidden * model.ffn_width // tp, *norm]
+    layer += [3 * hidden * hidden // tp, hidden * hidden // tp, *norm]
+    # Parameters of each tensor, from the last layer to the first.
+    tensors = [rows, rows * hidden, *norm] if stage == parallel.pipeline_model_parallel_size - 1 else []
+    tensors += layer * settings.layers_per_stage
+    if stage == 0:
+        tensors += [*([model.position_rows * hidden] if model.position_rows else []), rows * hidden]
     replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
     is_distributed = settings.use_distributed_optimizer
     limit = parallel.bucket_parameters if parallel.overlap_grad_reduce is not False and stage == 0 else math.inf
     alignment, bucket_alignment = (64, math.lcm(replicas, 128)) if is_distributed else (1, 1)
     buckets, size = [], 0
-    for parameters in _parameters_backward(settings, vocab_size=vocab_size, stage=stage):
+    for parameters in tensors:
         size = -(-size // alignment) * alignment + parameters
         if size >= limit:
             buckets.append(size)
             size = 0
     buckets += [size] if size else []
     return [-(-bucket // bucket_alignment) * bucket_alignment for bucket in buckets]
-
-
-def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> Iterator[int]:
-    """Yield the parameter count of each tensor on a rank, from the last layer to the first."""
-    model, tp = settings.model, settings.parallel.tensor_model_parallel_size
-    hidden, stages = model.hidden_size, settings.parallel.pipeline_model_parallel_size
-    rows = model.padded_vocab_size(vocab_size, tensor_parallel=tp) // tp
-    norm = [hidden] * (2 if model.normalization == "LayerNorm" else 1)
-    if stage == stages - 1:
-        yield from (rows, rows * hidden, *norm)
-    for _ in range(settings.layers_per_stage):
-        yield from (hidden * model.ffn_width // tp, (2 if model.swiglu else 1) * hidden * model.ffn_width // tp, *norm)
-        yield from (3 * hidden * hidden // tp, hidden * hidden // tp, *norm)
-    if stage == 0:
-        yield from ([model.position_rows * hidden] if model.position_rows else [])
-        yield rows * hidden
 
 
 # ---- time

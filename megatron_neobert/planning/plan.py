@@ -66,7 +66,6 @@ def start_warnings(
     Only the first window of each phase is sampled.
 
     Args:
-        opened: Data of each phase.
         cpu_cores: Number of cores of a run on the CPU; None for a run on GPUs.
     """
     forecasts = forecast_phases(settings, opened, done=0, world_size=world_size, windows=1)

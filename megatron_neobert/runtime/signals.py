@@ -149,7 +149,6 @@ def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
     """Return the reason why all ranks stop after this iteration, or None. At the last iteration, always return None.
 
-    Args:
-        agreed_code: Largest result of `requested_stop` over all ranks.
+    `agreed_code` is the largest result of `requested_stop` over all ranks.
     """
     return None if iteration >= training.train_iters else _REASONS[agreed_code] or None

@@ -50,12 +50,8 @@ _PROFILER_WARM_UP = 1  # iterations before the trace, so that the start of the p
 def run_training(settings: Settings, watcher: Watcher) -> int:
     """Build a run, load the newest checkpoint if there is one, train, and return the exit code of `train`.
 
-    The folder --save is created, and locked until training ends.
-
-    Raises:
-        ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
-
-    Collective: all ranks.
+    The folder --save is created, and locked until training ends. Raise ModuleNotFoundError if --wandb-project is set,
+    and wandb is not installed. Collective: all ranks.
     """
     if settings.logging.wandb_project is not None:
         spec = importlib.util.find_spec("wandb")
@@ -214,13 +210,10 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
 def _validate(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher, control: LoopControl) -> LoopControl:
     """Compute and log the loss over the first `eval_iters` batches of each held-out corpus. Updates `run.state`.
 
-    The objective comes from the current phase, all other settings from the first phase.
+    The objective comes from the current phase, all other settings from the first phase. A stop request ends the
+    validation without a log line. The validation is repeated when the run resumes.
 
-    A stop request ends the validation without a log line. The validation is repeated when the run resumes.
-
-    Returns:
-        `control`. After a stop request, a copy: `stop` is the reason, and `saves` is True if --save is set.
-
+    Return `control`. After a stop request, return a copy: `stop` is the reason, and `saves` is True if --save is set.
     Collective: all ranks.
     """
     training, iteration = run.settings.training, run.state.iteration

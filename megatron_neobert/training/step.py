@@ -50,13 +50,9 @@ def skip_reason(sums: MetricSums, grad_norm: float) -> str | None:
 
 
 def compute_gradients(run: Run, batches: RankBatches) -> tuple[list[Tensor], Tensor]:
-    """Run forward and backward over this rank's micro-batches, from zero gradients.
+    """Run forward and backward over this rank's micro-batches, from zero gradients. Collective: all ranks.
 
-    Returns:
-        The report of `_compute_loss` for each micro-batch (an empty list on a pipeline stage without the head), and the
-        gradient norm before clipping, a scalar on the device.
-
-    Collective: all ranks.
+    Return the result of `run_schedule`, and the gradient norm before clipping, a scalar on the device.
     """
     run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -117,9 +113,7 @@ def _gather_results(run: Run, reports: list[Tensor], real_tokens: int, grad_norm
 def run_schedule(run: Run, batches: RankBatches, *, forward_only: bool = False) -> list[Tensor]:
     """Run Megatron's schedule over this rank's micro-batches: forward, and backward unless `forward_only`.
 
-    Returns:
-        The report of `_compute_loss` for each micro-batch; an empty list on a pipeline stage without the head.
-
+    Return the report of `_compute_loss` for each micro-batch; on a pipeline stage without the head, an empty list.
     Collective: all ranks.
     """
     return get_forward_backward_func()(
