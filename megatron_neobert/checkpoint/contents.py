@@ -58,10 +58,8 @@ class StoredTensors:
     """Tensors in the files of a checkpoint. `shapes` and `dtypes` map names to whole tensors' shapes and dtypes.
 
     The constructor reads the headers of all files; values are read later. A pickled copy, for another rank, contains
-    the headers' content.
-
-    Raises:
-        CheckpointError: A file is damaged, or the boxes of a tensor do not make up the whole tensor.
+    the headers' content. Raise CheckpointError if a file is damaged, or if the boxes of a tensor do not make up the
+    whole tensor.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -91,9 +91,8 @@ class Recipe:
 def choose_recipe(options: RecipeOptions) -> Recipe:
     """Return the recipe whose size, or computation if no size is given, is nearest to the options.
 
-    Raises:
-        ConfigError: The options give only tokens, all or none of parameters, tokens and computation; or no recipe is
-            close to this size, computation or length.
+    Raise ConfigError if the options give only tokens, or all or none of parameters, tokens and computation, or if no
+    recipe is close to this size, computation or length.
     """
     size, budget, tokens = options.parameters, options.budget_flop, options.tokens
     if (size is None and budget is None) or None not in (size, budget, tokens):

@@ -103,10 +103,8 @@ class CoreAttention(MegatronModule):
 
         For t tokens on c context-parallel ranks, queries, keys and values are [t/c, n, d]: n heads of width d. The
         caller must not rotate queries and keys. `packed_seq_params` is required: it contains the rotation, the
-        documents of all ranks and the kind of attention. The arguments about masks and bias have no effect.
-
-        Raises:
-            ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.
+        documents of all ranks and the kind of attention. The arguments about masks and bias have no effect. Raise
+        ConfigError if Transformer Engine has no fused attention kernel for this model on this GPU.
 
         Collective: the context-parallel group.
         """
