@@ -56,10 +56,6 @@ class Component:
     drop: tuple[str, ...] = ()  # paths of drop lists
 
     @property
-    def is_remote(self) -> bool:
-        return "://" in self.prefix
-
-    @property
     def is_filtered(self) -> bool:
         return bool(self.conditions or self.drop)
 

@@ -283,10 +283,11 @@ def data_problems(data: DataConfig, *, needs_data: bool) -> Iterator[str]:
     paths += [("--valid-data-path", (entry,)) for entry in validation]
     for flag, entries in paths:
         try:
-            remote = [component.prefix for component in parse_data_path(entries, flag=flag) if component.is_remote]
+            prefixes = [component.prefix for component in parse_data_path(entries, flag=flag)]
         except ConfigError as error:
             yield from error.problems
             continue
+        remote = [prefix for prefix in prefixes if "://" in prefix]
         if remote and data.object_storage_cache_path is None:
             yield f"{flag} {remote[0]} needs a local cache folder; give one with --object-storage-cache-path."
     if len(set(validation)) < len(validation):

@@ -79,11 +79,6 @@ class ParallelConfig:
         return self.ddp_bucket_size or 40_000_000
 
     @property
-    def sequence_parallel(self) -> bool:
-        """True if tensor-parallel ranks divide the tokens among themselves outside the matrix products."""
-        return self.tensor_model_parallel_size > 1
-
-    @property
     def ranks_per_model(self) -> int:
         """Number of ranks of one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

@@ -69,7 +69,8 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         cross_entropy_loss_fusion=has_cuda,
         # context_parallel_size stays 1: CoreAttention exchanges tokens itself, and other layers work on any slice.
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
+        # Tensor-parallel ranks divide the tokens among themselves outside the matrix products.
+        sequence_parallel=parallel.tensor_model_parallel_size > 1,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         pipeline_dtype=dtype,
         # The default makes the host wait for the device after every send and receive, which only old torch needs.
