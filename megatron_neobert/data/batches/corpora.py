@@ -63,14 +63,18 @@ def open_corpora(data: DataConfig) -> OpenedCorpora:
     entries = data.valid_data_path or ()
     for name, entry in zip(curve_names(entries), entries, strict=True):
         validation[name], _ = _split_sources(parse_data_path([entry], flag="--valid-data-path"), "100", open_corpus)
+    description = []
+    for component, source in zip(components, training, strict=True):
+        count, tokens = len(source.corpus), source.corpus.manifest.tokens
+        line = f"{component}: {len(source.documents):,} of {count:,} documents ({tokens:,} tokens before any cut)"
+        kept = len(split_documents(count, data.share_of_data_path)[0])
+        description.append(line + (f", {count - kept:,} held out by --split {data.split}" if kept < count else ""))
     return OpenedCorpora(
         tokenizer=tokenizer,
         training=training,
         validation=validation,
         sha256=_hash(components, training),
-        description=[
-            _describe(component, source, data) for component, source in zip(components, training, strict=True)
-        ],
+        description=description,
     )
 
 
@@ -108,15 +112,6 @@ def _split_sources(
                 documents = part if bits is None else _choose(component, corpus, bits, part, purpose)
                 sources.append(Source(corpus, documents, weight, bits_sha256))
     return tuple(training), tuple(validation)
-
-
-def _describe(component: Component, source: Source, data: DataConfig) -> str:
-    corpus = source.corpus
-    held_out = len(corpus) - len(split_documents(len(corpus), data.share_of_data_path)[0])
-    documents = f"{len(source.documents):,} of {len(corpus):,} documents"
-    return f"{component}: {documents} ({corpus.manifest.tokens:,} tokens before any cut)" + (
-        f", {held_out:,} held out by --split {data.split}" if held_out else ""
-    )
 
 
 def _choose(

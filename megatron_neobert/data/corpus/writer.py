@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from megatron_neobert import __version__
-from megatron_neobert.data.corpus.attribute_columns import join_columns
+from megatron_neobert.data.corpus.attributes import join_columns
 from megatron_neobert.data.corpus.format import (
     FORMAT_VERSION,
     BackendRecord,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class TokenizedChunk:
     """Record of a tokenized chunk, whose files are NAME.KIND in PREFIX.partial.
 
-    Kinds: ids (in the dtype of the corpus), lengths (int32), attributes (see attribute_columns.py, only with
+    Kinds: ids (in the dtype of the corpus), lengths (int32), attributes (see attributes.py, only with
     --record-key), rejects (JSON lines).
     """
 

@@ -40,7 +40,17 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     """
     inputs: dict[str, str] = {}  # by the path after all symbolic links
     for pattern in _with_lists(patterns):
-        files = _remote_files(pattern) if is_url(pattern) else _local_files(pattern)
+        if is_url(pattern):
+            files = _remote_files(pattern)
+        else:
+            found: list[Path] = []
+            matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+            for match in map(Path, matches):
+                found += [match / name for name in _select_data_files(_walk(match))] if match.is_dir() else [match]
+            for path in found:
+                if not path.is_file():
+                    raise MissingInputError(f"{path} is neither a file nor a folder; repair or remove the link")
+            files = list(map(str, found))
         if not files:
             raise MissingInputError(f"{pattern}: no file matches; check the path, and quote globs in scripts")
         for file in files:
@@ -80,17 +90,6 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
             # Not str.splitlines and str.strip: names can contain U+2028, U+0085 and form feeds.
             lines = (line.strip(b" \t\r") for line in file.read().removeprefix(BYTE_ORDER_MARK).split(b"\n"))
             yield from map(os.fsdecode, filter(None, lines))
-
-
-def _local_files(pattern: str) -> list[str]:
-    files = []
-    matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-    for match in map(Path, matches):
-        files += [match / name for name in _select_data_files(_walk(match))] if match.is_dir() else [match]
-    for file in files:
-        if not file.is_file():
-            raise MissingInputError(f"{file} is neither a file nor a folder; repair or remove the link")
-    return [str(file) for file in files]
 
 
 def _walk(top: Path) -> Iterator[str]:

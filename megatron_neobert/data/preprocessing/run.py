@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.attribute_columns import check_record_keys, pack_columns, plain_value
+from megatron_neobert.data.corpus.attributes import check_record_keys, pack_columns, plain_value
 from megatron_neobert.data.corpus.format import (
     NO_TOKENS,
     CorpusFiles,

@@ -138,36 +138,33 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
     """
     if backend == "reference":
         return Encoder(tokenizer, name=_REFERENCE)
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
+
     try:
-        return _open_fast(tokenizer, probe=probe)
+        if not tokenizer.is_bert_wordpiece:
+            model = type(tokenizer.backend.model).__name__
+            raise BackendMismatch(f"nanotoken does not support a {model} model with this normalizer and pre-tokenizer")
+        try:
+            name = f"nanotoken {version('nanotoken')}"
+        except PackageNotFoundError as error:
+            raise BackendMismatch(
+                "nanotoken is not installed, and this takes 6 to 15 times as long without it; "
+                f"{install_command('fast')}"
+            ) from error
+        encode = _guarded(name, _build_nanotoken, tokenizer)
+        if probe:
+            texts = probe_strings(tokenizer)
+            expected = tokenizer.encode_batch(texts).split()
+            # The second time verifies the words that nanotoken caches.
+            for _ in range(2):
+                _compare(name, texts, _guarded(name, encode, texts).split(), expected)
+        return Encoder(tokenizer, name=name, fast=encode)
     except BackendMismatch as reason:
         if backend == "fast":
             raise ConfigError(
                 f"--tokenizer-backend fast: {reason}. Or use auto, which falls back to the reference"
             ) from reason
         return Encoder(tokenizer, name=_REFERENCE, note=str(reason))
-
-
-def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
-    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
-
-    if not tokenizer.is_bert_wordpiece:
-        model = type(tokenizer.backend.model).__name__
-        raise BackendMismatch(f"nanotoken does not support a {model} model with this normalizer and pre-tokenizer")
-    try:
-        name = f"nanotoken {version('nanotoken')}"
-    except PackageNotFoundError as error:
-        raise BackendMismatch(
-            f"nanotoken is not installed, and this takes 6 to 15 times as long without it; {install_command('fast')}"
-        ) from error
-    encode = _guarded(name, _build_nanotoken, tokenizer)
-    if probe:
-        texts = probe_strings(tokenizer)
-        expected = tokenizer.encode_batch(texts).split()
-        # The second time verifies the words that nanotoken caches.
-        for _ in range(2):
-            _compare(name, texts, _guarded(name, encode, texts).split(), expected)
-    return Encoder(tokenizer, name=name, fast=encode)
 
 
 def _build_nanotoken(tokenizer: Tokenizer) -> EncodeTexts:

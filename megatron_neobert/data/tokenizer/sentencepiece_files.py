@@ -56,12 +56,20 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     # SentencePiece splits a text at these symbols, the longest first. A symbol with a space never occurs in a text.
     user_defined = (entry.piece for entry in model.pieces if entry.type == _USER_DEFINED and " " not in entry.piece)
     symbols = sorted(user_defined, key=len, reverse=True)
+    spec = model.trainer_spec
+    steps: list[Any] = [decoders.Replace(_SPACE, " ")]
+    if spec.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if model.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
     try:
-        backend = _build_backend(model, symbols)
+        backend = tokenizers.Tokenizer(_build_bpe(model) if spec.model_type == _BPE else _build_unigram(model))
+        backend.normalizer = normalizers.Sequence(_normalization(model.normalizer_spec, symbols))
+        backend.decoder = decoders.Sequence(steps)
     except BaseException as error:
         raise_unless_library(error)
         raise DataError(f"{path}: the tokenizers library cannot load it ({error}); fetch the file again") from error
-    spec = model.trainer_spec
     model_names = {"cls": spec.bos_piece, "sep": spec.eos_piece, "pad": spec.pad_piece, "unk": _unknown_piece(model)}
     # Besides tokenizer_config.json: BERT's name, the model's or RoBERTa's.
     candidates = {
@@ -81,20 +89,6 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
 
 def _unknown_piece(model: Any) -> str:
     return next(entry.piece for entry in model.pieces if entry.type == _UNKNOWN)
-
-
-def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:
-    spec = model.trainer_spec
-    backend = tokenizers.Tokenizer(_build_bpe(model) if spec.model_type == _BPE else _build_unigram(model))
-    backend.normalizer = normalizers.Sequence(_normalization(model.normalizer_spec, symbols))
-    steps: list[Any] = [decoders.Replace(_SPACE, " ")]
-    if spec.byte_fallback:
-        steps.append(decoders.ByteFallback())
-    steps.append(decoders.Fuse())
-    if model.normalizer_spec.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
-    return backend
 
 
 def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
