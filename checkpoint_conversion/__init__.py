@@ -1,5 +1,5 @@
 """Conversion of checkpoints to Hugging Face folders or ONNX graphs and back; every result is compared with its source.
 
-May import config, data, model, checkpoint, huggingface and runtime; card.py also reads the results of evaluations.
+May import config, data, model, checkpoint, huggingface and runtime.
 Read mapping.py first (names and shapes), then export.py and compare.py (the comparison).
 """

@@ -24,7 +24,6 @@ from megatron_neobert.checkpoint.folder import (
 )
 from megatron_neobert.checkpoint.train_state import TrainState, read_train_state, write_train_state
 from megatron_neobert.config.cli import read_record, write_record
-from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -64,14 +63,6 @@ class MegatronCheckpoint:
     @property
     def shape(self) -> ModelShape:
         return model_shape(self.settings, vocab_size=self.tokenizer.vocab_size)
-
-    @property
-    def trained_length(self) -> int:
-        """Tokens per sequence in the last iteration; before any training, the model's longest input."""
-        context = self.settings.model.max_position_embeddings
-        if not self.iteration:
-            return context
-        return min(phase_at(self.settings, self.iteration).settings.data.seq_length, context)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
         """Return the model in plain PyTorch, in evaluation mode, with weights rounded to `dtype` and stored in fp32."""

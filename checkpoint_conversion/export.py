@@ -4,28 +4,34 @@ Layouts: `eurobert` uses the class of transformers that computes the same functi
 and its own modelling file.
 """
 
+import json
 from dataclasses import asdict, fields
 from functools import partial
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict
+from safetensors import safe_open
 from torch import Tensor
 
 import megatron_neobert
-from checkpoint_conversion.card import REPORT, write_model_card
 from checkpoint_conversion.checkpoint import COMPARED_SETTINGS, MegatronCheckpoint
 from checkpoint_conversion.config_json import build_config
 from checkpoint_conversion.mapping import TABLES, ModelShape, to_published
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.huggingface.checks import read_object
 from megatron_neobert.huggingface.folder_files import write_config, write_json, write_module_files
 from megatron_neobert.runtime.atomic_files import MANIFEST, build_folder, sha256_of
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
     from checkpoint_conversion.compare import Checks
+
+REPORT = "conversion_report.json"
+_CARD_TEMPLATE = Path(__file__).with_name("model_card_template.md")
 
 
 def export(
@@ -47,7 +53,9 @@ def export(
     Returns:
         Comparisons with the logits of the checkpoint's model in plain PyTorch, by input; empty if not `verified`.
     """
-    torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
+    torch_dtype, length = getattr(torch, dtype), checkpoint.settings.model.max_position_embeddings
+    if checkpoint.iteration:  # tokens per sequence in the last iteration
+        length = min(length, phase_at(checkpoint.settings, checkpoint.iteration).settings.data.seq_length)
     checks: Checks = {}
     with build_folder(output) as folder:
         source = (checkpoint.shape, checkpoint.tokenizer, checkpoint.tensors)
@@ -132,3 +140,33 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
         },
     }
     write_json(folder / REPORT, report)
+
+
+def write_model_card(folder: Path) -> None:
+    """Write README.md, the model card that the Hub shows, from the other files of an exported folder."""
+    config, tokenizer = read_object(folder / "config.json"), read_object(folder / "tokenizer_config.json")
+    report = read_object(folder / REPORT)
+    is_pooled = (folder / "modules.json").is_file()
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            parameters += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    variables = {
+        "layout": config["model_type"],
+        "config": config,
+        "parameters": parameters,
+        "masked_text": json.dumps(f"Paris is the {tokenizer['mask_token']} of France.", ensure_ascii=False),
+        "lowercase": tokenizer.get("do_lower_case") is True,
+        "sentence_transformers": is_pooled,
+        **{name: report[name] for name in ("source", "compared", "verification")},
+        "versions": {name: report["versions"][name] for name in ("torch", "transformers")},
+        **{name: report["training"].get(name, {}) for name in ("data", "training", "optimizer")},
+    }
+    data = ModelCardData(
+        license="unknown",
+        library_name="transformers",
+        pipeline_tag="fill-mask",
+        tags=["neobert", "encoder", *(["sentence-transformers", "feature-extraction"] if is_pooled else [])],
+    )
+    card = ModelCard.from_template(data, template_path=str(_CARD_TEMPLATE), model_id="path/to/this/folder", **variables)
+    (folder / "README.md").write_text(str(card), encoding="utf-8")

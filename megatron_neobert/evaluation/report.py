@@ -51,11 +51,24 @@ class Record(msgspec.Struct):
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
-    """Write OUTPUT/report.md and its figures from all records below the folders, and return the records.
+    """Write OUTPUT/report.md and its figures from all records (files named KIND.json) below the folders.
 
-    Raises DataError if the results of a record are damaged.
+    Return the records. If several records of a kind have the same model name, the folder of each record is added to its
+    model name. Raises MissingInputError if there are no records, and DataError if the results of a record are damaged.
     """
-    records = find_records(folders)
+    records = list[Record]()
+    for kind in KINDS:
+        paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}
+        records += [load_record(path, kind) for path in paths.values()]
+    if not records:
+        names = ", ".join(f"{kind}.json" for kind in KINDS)
+        raise MissingInputError(
+            f"--results {' '.join(map(str, folders))} has none of {names}; run an evaluation, or name its --output."
+        )
+    count = Counter((record.kind, record.model.name) for record in records)
+    for record in records:
+        if count[record.kind, record.model.name] > 1:
+            record.model.name += f" ({Path(record.path).parent})"
     output.mkdir(parents=True, exist_ok=True)
     page = [heading("Evaluation", 1)]
     for kind, (title, command, section) in KINDS.items():
@@ -81,28 +94,6 @@ def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
     page = "\n\n".join([heading(KINDS[kind].title, 1), *KINDS[kind].section(records, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
     return page
-
-
-def find_records(folders: Sequence[Path]) -> list[Record]:
-    """Return all records (files named KIND.json) below the folders, in the order of `KINDS`.
-
-    If several records of a kind have the same model name, the folder of each record is added to its model name. Raises
-    MissingInputError if there are no records.
-    """
-    records = list[Record]()
-    for kind in KINDS:
-        paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}
-        records += [load_record(path, kind) for path in paths.values()]
-    if not records:
-        names = ", ".join(f"{kind}.json" for kind in KINDS)
-        raise MissingInputError(
-            f"--results {' '.join(map(str, folders))} has none of {names}; run an evaluation, or name its --output."
-        )
-    count = Counter((record.kind, record.model.name) for record in records)
-    for record in records:
-        if count[record.kind, record.model.name] > 1:
-            record.model.name += f" ({Path(record.path).parent})"
-    return records
 
 
 def load_record(path: Path, kind: str) -> Record:
@@ -189,12 +180,12 @@ def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """
     best: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
-        best[row["length"]] = max(best.get(row["length"], row), row, key=_median_speed)
+        best[row["length"]] = max(
+            best.get(row["length"], row),
+            row,
+            key=lambda row: row["measured"]["tokens_per_second"][1] if row["measured"] else 0.0,
+        )
     return best
-
-
-def _median_speed(row: dict[str, Any]) -> float:
-    return row["measured"]["tokens_per_second"][1] if row["measured"] else 0.0
 
 
 def speed_cell(row: dict[str, Any] | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from json_files import edit_json, read_json
 from training_command import TORCHRUN, environment
-from unit.evaluation.contrastive_inputs import write_datasets, write_encoder, write_yaml
+from unit.evaluation.embedding_inputs import write_datasets, write_encoder, write_yaml
 
 COMMAND = ("-m", "megatron_neobert", "train-embedder")
 # sitecustomize.py: the process group must not end with DDP's reference to it, because torch can hang there.

@@ -1,6 +1,10 @@
-"""Files of an exported folder: config.json, weights, report, and the files of sentence-transformers."""
+"""Files of an exported folder: config.json, weights, report, model card, and the files of sentence-transformers."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -8,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from commands import PUBLISHED
+from commands import PUBLISHED, succeed
+from huggingface_hub import ModelCard
 from json_files import read_json
 from packaging.specifiers import SpecifierSet
 from safetensors import safe_open
-from saved_model import MODEL, SHAPE, WORDS, SavedModel, convert
+from saved_model import MODEL, SHAPE, WORDS, SavedModel, build_reference, convert
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 from unit.huggingface.tiny_neobert import FlashKernel
@@ -164,3 +169,50 @@ def test_versions_of_transformers_that_do_not_support_the_layout_are_refused(tmp
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
     versions = ("4.47.1", "4.56.2", "4.57.3", "5.2.0", "5.3.0", "5.23.0")
     assert next(version for version in versions if version in supported) == oldest
+
+
+# --- the model card
+
+
+@pytest.mark.parametrize(("layout", "examples", "is_trusted"), [("eurobert", 4, False), ("neobert", 5, True)])
+def test_examples_run_without_a_question_and_use_remote_code_only_for_the_neobert_layout(
+    exported, layout, examples, is_trusted
+):
+    folder, _ = exported(layout=layout, sentence_transformers=True)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == examples
+    assert ("trust_remote_code" in text) == is_trusted
+    # A new process: in this one, the neobert classes are registered, and transformers would not ask.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    program = "\n".join(blocks).replace("path/to/this/folder", str(folder))
+    output = succeed(sys.executable, "-c", program, env=environment, stdin=subprocess.DEVNULL)
+    assert "custom code" not in output
+    assert output.splitlines()[0] == "(2, 32)"
+    assert "'token_str'" in output and "torch.Size([2, " in output
+
+
+@pytest.mark.parametrize("sentences", [False, True])
+def test_front_matter_has_library_task_and_tags(exported, sentences):
+    folder, _ = exported(sentence_transformers=sentences)
+    data = ModelCard.load(folder / "README.md").data.to_dict()
+    tags = ["neobert", "encoder"] + (["sentence-transformers", "feature-extraction"] if sentences else [])
+    assert data == {"license": "unknown", "library_name": "transformers", "pipeline_tag": "fill-mask", "tags": tags}
+
+
+def test_card_shows_settings_and_differences(exported):
+    text = (exported()[0] / "README.md").read_text(encoding="utf-8")
+    zero_biases = 2 * (2 * 48 + 32)
+    parameters = sum(parameter.numel() for parameter in build_reference().parameters()) + zero_biases
+    for row in (
+        f"| parameters | {parameters:,} |",
+        "| tokens seen | 9,000 |",
+        "| attention across packed documents | no |",
+        "| Adam betas | 0.9 and 0.95 |",
+        "|  | padded | packed |",
+        "| same prediction | 100.00% | 100.00% |",
+    ):
+        assert f"\n{row}\n" in text
+    assert f"{zero_biases:,} of its parameters are biases" in text
+    assert "All 16 weights were equal to the checkpoint's" in text
+    assert "pre-trained only" in text

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from transformers import BertForMaskedLM
-from unit.evaluation.contrastive_inputs import (
+from unit.evaluation.embedding_inputs import (
     INSTRUCTIONS,
     make_pairs,
     read_config,

@@ -9,7 +9,7 @@ from commands import REPOSITORY
 from json_files import write_jsonl
 from scipy.stats import chisquare
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
-from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, read_config
+from unit.evaluation.embedding_inputs import RECIPE, make_pairs, read_config
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.embed_data import (

@@ -11,8 +11,7 @@ import torch
 from json_files import write_jsonl
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
-from unit.evaluation.contrastive_inputs import write_card
-from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub
+from unit.evaluation.embedding_inputs import make_encoder, replace_hub, write_card, write_hub
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.evaluation.mteb import (

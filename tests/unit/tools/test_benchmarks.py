@@ -10,7 +10,7 @@ import pytest
 from commands import call, run
 from json_files import read_json
 from tests_tiny import made_up_texts
-from unit.evaluation.mteb_inputs import make_encoder
+from unit.evaluation.embedding_inputs import make_encoder
 
 from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
 from benchmarks.benchmark_preprocessing import Measured
