@@ -337,7 +337,15 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         return self.decoder(hidden_bsh)
 
     def compute_loss(self, logits: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
-        return mean_token_loss(logits, labels, inputs.get("num_items_in_batch"))
+        """Return the cross-entropy in nats (fp32): the sum over labels that are not -100, divided by their number.
+
+        Trainer sets `num_items_in_batch`, the number of these labels in all micro-batches of an update. Without it, the
+        labels of this batch are counted. If all labels are -100, the loss is 0.
+        """
+        flat, num_items = logits.float().flatten(0, -2), inputs.get("num_items_in_batch")
+        total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        count = (labels != IGNORED_LABEL).sum() if num_items is None else torch.as_tensor(num_items)
+        return total / count.clamp(min=1)
 
 
 class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
@@ -582,18 +590,6 @@ def attend_eagerly(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return (weights @ value).transpose(1, 2), weights
-
-
-def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """Return the cross-entropy in nats (fp32 scalar): the sum over labels that are not -100, divided by `num_items`.
-
-    Trainer sets `num_items` to the number of these labels in all micro-batches of an update. If `num_items` is None,
-    the sum is divided by the number of these labels in this batch. If all labels are -100, the loss is 0.
-    """
-    flat = logits.float().flatten(0, -2)
-    total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    count = (labels != IGNORED_LABEL).sum() if num_items is None else torch.as_tensor(num_items)
-    return total / count.clamp(min=1)
 
 
 # `save_pretrained` then copies this file into the folder.
