@@ -154,7 +154,8 @@ def _run_missing(
         if fingerprint(start) != units[run.point]["start"]:
             raise DataError(f"{start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
-        for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
+        # Only of finished runs: a worker may still write to the folder of an unfinished run.
+        for key in {*keys.values()} & ledger.lines.keys() - {kept, _best_key(ledger, keys.values())}:
             with suppress(OSError):
                 delete_folder(folder / key)
         show_progress(f"{name} {count}/{len(units)}", run, outcome)

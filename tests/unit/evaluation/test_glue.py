@@ -14,10 +14,12 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation import sweep
+from megatron_neobert.evaluation.fine_tune import fine_tune
 from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
 from megatron_neobert.evaluation.ledger import LEDGER, open_ledger
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.sweep import last_sweep
+from megatron_neobert.runtime.own_files import create_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
@@ -142,6 +144,21 @@ def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(i
     with pytest.raises(DataError, match="model has changed during the sweep"):
         run_glue(options)
     assert len(lines_of(options, "rte")) == 1
+
+
+def test_folder_of_a_run_in_another_worker_is_not_deleted_when_a_run_ends(inputs, monkeypatch):
+    still_there = []
+
+    def run_side_by_side(runs, *, jobs):
+        first, second = runs
+        create_folder(second.folder)
+        yield first, fine_tune(first)
+        still_there.append(second.folder.is_dir())
+        yield second, fine_tune(second)
+
+    monkeypatch.setattr(sweep, "run_all", run_side_by_side)
+    run_glue(build_options(inputs, "rte", output="workers", seeds=(0, 1)))
+    assert still_there == [True]
 
 
 @pytest.mark.slow
