@@ -18,7 +18,8 @@ from types import FrameType
 
 import numpy as np
 
-from megatron_neobert.data.corpus.attributes import attribute_types, plain_value
+from megatron_neobert.data.corpus.attribute_columns import plain_value
+from megatron_neobert.data.corpus.attributes import attribute_types
 from megatron_neobert.data.corpus.format import Counts, token_dtype
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from megatron_neobert import __version__
-from megatron_neobert.data.corpus.attributes import join_columns
+from megatron_neobert.data.corpus.attribute_columns import join_columns
 from megatron_neobert.data.corpus.format import (
     FORMAT_VERSION,
     BackendRecord,

@@ -5,52 +5,42 @@ workers, any executor, and after any restart: documents are in the order of the 
 the input files. Finished chunks are kept in PREFIX.partial, so that a resumed run does not repeat them.
 """
 
-import base64
 import hashlib
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.attributes import check_record_keys, pack_columns, plain_value
+from megatron_neobert.data.corpus.attribute_columns import check_record_keys
 from megatron_neobert.data.corpus.format import (
-    NO_TOKENS,
     CorpusFiles,
     Counts,
     QuarantinedInput,
     corpus_files,
     describe_reasons,
-    token_dtype,
 )
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import TokenizedChunk, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
 from megatron_neobert.data.inputs.input_reader import Chunk, is_url
-from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected, read_size
-from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
-from megatron_neobert.data.tokenizer.fast_backends import Backend, BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.inputs.recognise import split_into_chunks
+from megatron_neobert.data.inputs.records import ReadSettings, read_size
+from megatron_neobert.data.preprocessing.chunks import TokenizeJob, loaded_encoders, tokenize_chunk
+from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
+from megatron_neobert.data.tokenizer.fast_backends import Backend, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.files import find_tokenizer_file
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.runtime.atomic_files import NewFile, sha256_of
-from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, JobRunner, finish_jobs, run_job
+from megatron_neobert.runtime.jobs import Finished, JobFolder, JobOptions, JobRunner, finish_jobs
 from megatron_neobert.text import counted, percent
 
 _PLANNING_THREADS = 16  # opening remote input files is mostly waiting for the network
 # A run ends early if most of at least this many records are errors, as with a wrong --text-key.
 _EARLY_END_RECORDS = 10_000
-# Encoders of this process, by fingerprint and `is_reference`. All jobs of a run share an encoder, because loading takes
-# up to half a second and a fast back end caches the words of earlier jobs.
-_loaded: dict[tuple[str, bool], Encoder] = {}
 
 
 @dataclass(frozen=True)
@@ -118,153 +108,6 @@ class PreprocessSettings:
     @property
     def files(self) -> CorpusFiles:
         return corpus_files(f"{self.output_prefix}_{self.read.text_key}_document")
-
-
-# --- one chunk
-
-
-class DamagedInput(DataError):
-    """The input file is damaged or has changed."""
-
-
-@dataclass(frozen=True)
-class TokenizeJob(Job[TokenizedChunk]):
-    """Tokenize one chunk. `TokenizedChunk` describes its files.
-
-    Memory: about 1 MB of text with its ids, and the attributes of all documents of the chunk.
-    """
-
-    result_type = TokenizedChunk
-    unit = "B"
-
-    chunk: Chunk
-    chunk_bytes: int  # in the input file, approximately
-    version: InputVersion
-    input_name: str  # see input_label
-    read: ReadSettings
-    tokenizer_model: str
-    fingerprint: str  # of the tokenizer when the run was planned
-    backend: Backend
-    filters: tuple[FilterSource, ...]
-
-    def __str__(self) -> str:
-        return self.input_name
-
-    @property
-    def key(self) -> str:
-        return json.dumps(self.version)
-
-    @property
-    def size(self) -> int:
-        return self.chunk_bytes
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        return ["ids", "lengths", "rejects", *(["attributes"] if self.read.record_keys else [])]
-
-    def work(self, files: Mapping[str, NewFile]) -> TokenizedChunk:
-        """Tokenize the chunk, write its files, and return its counts and the back end.
-
-        Raises:
-            DamagedInput: The input file is damaged, or has changed since the run was planned.
-            BackendMismatch: A fast back end failed, or differs from the reference tokenizer.
-        """
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete
-        encoder = self._load_encoder()
-        dtype = token_dtype(encoder.tokenizer.vocab_size)
-        encoder.start_chunk()
-        total, first_error = Counts(), None
-        columns: dict[str, list[object]] = {key: [] for key in self.read.record_keys}
-        for unfiltered in self._read_batches():
-            batch = apply_filters(unfiltered, self.filters, self.input_name)
-            for record in batch.rejected:
-                files["rejects"].write(self._format_reject(record))
-                first_error = first_error or record.describe(self.chunk, self.input_name)
-            try:
-                ids, lengths = encoder.encode_batch(batch.texts)
-            except BackendMismatch as mismatch:
-                raise BackendMismatch(
-                    f"{self}: {mismatch}. Start again with --tokenizer-backend reference --overwrite"
-                ) from mismatch
-            with_tokens = np.flatnonzero(lengths).tolist()
-            files["ids"].write(ids.astype(dtype, copy=False).tobytes())
-            files["lengths"].write(lengths[with_tokens].astype("<i4", copy=False).tobytes())
-            # Long values are shortened here, because a field may be a whole page.
-            for key, values in columns.items():
-                values += (plain_value(batch.fields[index].get(key)) for index in with_tokens)
-            without_tokens = [batch.texts[index] for index in np.flatnonzero(lengths == 0)]
-            if without_tokens:
-                batch.dropped[NO_TOKENS] += len(without_tokens)
-            counts = Counts(
-                documents=len(with_tokens),
-                tokens=ids.size,
-                unknown_tokens=int(np.count_nonzero(ids == encoder.tokenizer.unk_id)),
-                utf8_bytes=batch.utf8_bytes - sum(len(text.encode()) for text in without_tokens),
-                rejected=Counter(record.reason for record in batch.rejected),
-                dropped=batch.dropped,
-            )
-            total.add(counts)
-        if columns:
-            files["attributes"].write(pack_columns(columns))
-        if input_version(self.chunk.path) != self.version:
-            raise DamagedInput(
-                f"{self} has changed since the run started; start again with --resume, which reads it again"
-            )
-        total.sampled_characters, total.unknown_characters = encoder.sampled_characters, encoder.unknown_characters
-        # The input file is hashed with its first chunk. A remote file is not transferred a second time.
-        is_hashed = self.chunk.start == 0 and not is_url(self.chunk.path)
-        return TokenizedChunk(
-            name=self.name,
-            input=self.input_name,
-            input_bytes=self.version.bytes,
-            input_sha256=sha256_of(Path(self.chunk.path)) if is_hashed else None,
-            counts=total,
-            backend=encoder.name,
-            compared=encoder.compared,
-            first_error=first_error,
-        )
-
-    def _read_batches(self) -> Iterator[RecordBatch]:
-        try:
-            yield from read_chunk(self.chunk, self.read)
-        except DataError as error:
-            raise DamagedInput(str(error).replace(self.chunk.path, self.input_name)) from error
-
-    def _format_reject(self, record: Rejected) -> bytes:
-        """Format a rejected record as a JSON line for the file of rejects."""
-        entry: dict[str, Any] = {"file": self.input_name, self.chunk.unit: record.number}
-        if self.chunk.numbers_are_relative:
-            entry["after_byte"] = self.chunk.start
-        entry |= {"reason": record.reason, "detail": record.detail}
-        try:
-            entry["raw"] = record.raw.decode()
-        except UnicodeDecodeError:
-            entry["raw_base64"] = base64.b64encode(record.raw).decode()
-        # Lone surrogates, which names of files may have, are written as JSON escapes.
-        return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-
-    def _load_encoder(self) -> Encoder:
-        """Return the encoder of the run, loaded once per process. Raise DataError if the tokenizer changed."""
-        key = self.fingerprint, self.backend == "reference"
-        if key not in _loaded:
-            tokenizer = load_tokenizer(self.tokenizer_model)
-            if tokenizer.fingerprint != self.fingerprint:
-                raise DataError(
-                    f"--tokenizer-model {self.tokenizer_model} has changed since the run started; start again"
-                )
-            _loaded[key] = open_encoder(tokenizer, self.backend, probe=False)
-        return _loaded[key]
-
-
-def tokenize_chunk(job: TokenizeJob) -> Finished[TokenizedChunk] | str:
-    """Run a job, and return its record. If the input is damaged, return the reason, so that other jobs continue."""
-    try:
-        return run_job(job)
-    except DamagedInput as damage:
-        return str(damage)
-
-
-# --- all chunks
 
 
 @dataclass(frozen=True)
@@ -417,7 +260,8 @@ def preprocess(plan: Plan) -> Counts:
         was_renaming = settings.jobs.resume and folder.has_begun
         refuse_existing(files, overwrite=settings.overwrite or was_renaming)
         folder.begin(chunk_settings, resume=settings.jobs.resume, overwrite=settings.overwrite)
-        _loaded[tokenizer.fingerprint, plan.encoder.is_reference] = plan.encoder  # for jobs of this process
+        # For jobs of this process.
+        loaded_encoders[tokenizer.fingerprint, plan.encoder.is_reference] = plan.encoder
         jobs, counts, first_error = plan.jobs(), Counts(), None
         # By name of the job: the record of a finished chunk, or the reason why its input file is damaged.
         outcomes: dict[str, Finished[TokenizedChunk] | str] = {}

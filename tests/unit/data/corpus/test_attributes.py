@@ -20,14 +20,13 @@ from unit.data.small_corpus import (
 )
 
 from megatron_neobert.commands.validate import ValidateOptions, validate
-from megatron_neobert.data.corpus.attributes import (
-    ChosenDocuments,
+from megatron_neobert.data.corpus.attribute_columns import (
     attribute_name,
     check_record_keys,
-    choose_documents,
     join_columns,
     pack_columns,
 )
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError

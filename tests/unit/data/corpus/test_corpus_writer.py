@@ -15,7 +15,7 @@ from unit.data.child_processes import count_changes
 from unit.data.small_corpus import numbered_tokenizer, write_chunk
 
 from megatron_neobert.data.corpus import shard_files
-from megatron_neobert.data.corpus.attributes import pack_columns
+from megatron_neobert.data.corpus.attribute_columns import pack_columns
 from megatron_neobert.data.corpus.format import FileRecord, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.corpus.writer import refuse_existing, write_corpus

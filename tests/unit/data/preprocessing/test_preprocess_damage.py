@@ -11,6 +11,7 @@ from unit.data.preprocess_workspace import WORDS, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus.format import BackendRecord
+from megatron_neobert.data.preprocessing import chunks as chunks_module
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.run import is_complete, plan_preprocessing
 from megatron_neobert.data.tokenizer import fast_backends
@@ -113,7 +114,9 @@ def wrong_nanotoken(workspace, monkeypatch):
     wrong = load_tokenizer(write_vocabulary(workspace.folder / "wrong.txt", pieces))
     monkeypatch.setattr(fast_backends, "_build_nanotoken", lambda tokenizer: build(wrong))
     monkeypatch.setattr(fast_backends, "probe_strings", lambda tokenizer: ["hello"])
-    monkeypatch.setattr(run_module, "_loaded", {})  # shared with other tests
+    encoders = {}  # not shared with other tests
+    for module in (chunks_module, run_module):
+        monkeypatch.setattr(module, "loaded_encoders", encoders)
 
 
 def add_inputs_with_wrong_ids(workspace, *, verified_in):
