@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from json_files import edit_json, read_json
-from training_command import TORCHRUN, environment
+from ranks import TORCHRUN, environment
 from unit.evaluation.embedding_inputs import write_datasets, write_encoder, write_yaml
 
 COMMAND = ("-m", "megatron_neobert", "train-embedder")

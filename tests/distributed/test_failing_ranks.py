@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from failing_rank import STAGES
 from processes import Ended
+from ranks import flags_of, run_nodes
 from tests_tiny import tiny_settings
-from training_command import flags_of, run_nodes
 
 HANG_MINUTES = 0.1
 # Much shorter than the timeout of a collective, which would otherwise end the run.

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import read_metrics, train_on_ranks
+from ranks import flags_of, read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
 from test_muon import MUON
 from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
-from training_command import flags_of
 
 from megatron_neobert.config.schedule import rate_at
 from megatron_neobert.config.schema import PhaseChange, Settings

@@ -5,9 +5,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from ranks import read_metrics
+from ranks import REPOSITORY, SCRIPT, flags_of, read_metrics, run_nodes
 from tests_tiny import tiny_settings
-from training_command import REPOSITORY, SCRIPT, flags_of, run_nodes
 
 from megatron_neobert import errors
 

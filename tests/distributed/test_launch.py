@@ -12,10 +12,9 @@ import failing_rank
 import psutil
 import pytest
 from processes import run_command
-from ranks import read_metrics
+from ranks import BASH, SCRIPT, TORCHRUN, environment, flags_of, read_metrics, start
 from tests_tiny import tiny_settings
 from torch.distributed import TCPStore
-from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of, start
 
 from megatron_neobert import launch
 

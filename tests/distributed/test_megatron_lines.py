@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import load_and_save, read_metrics, train_on_ranks
+from ranks import REPOSITORY, environment, flags_of, load_and_save, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
-from training_command import REPOSITORY, environment, flags_of
 
 from megatron_neobert.checkpoint.folder import iteration_folder
 from megatron_neobert.config.cli import parse_command_line

@@ -11,10 +11,9 @@ from pathlib import Path
 import processes
 import pytest
 from processes import Ended
-from ranks import train_on_ranks
+from ranks import SCRIPT, environment, flags_of, free_port, run_nodes, train_on_ranks
 from tests_tiny import tiny_settings
 from torch.multiprocessing import ProcessRaisedException
-from training_command import SCRIPT, environment, flags_of, free_port, run_nodes
 
 from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.runtime.store import serve_store

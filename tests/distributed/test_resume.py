@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from processes import run_command, run_on_ranks
-from ranks import load_and_save, quick_only, read_metrics, train_on_ranks
+from ranks import SCRIPT, flags_of, load_and_save, quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
 from safetensors.torch import load_file
 from security.hostile import seal
@@ -17,7 +17,6 @@ from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS, tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, LAYOUT_LOSS
 from torch.multiprocessing import ProcessRaisedException
-from training_command import SCRIPT, flags_of
 
 from megatron_neobert.checkpoint.folder import list_checkpoints
 from megatron_neobert.config.schema import Settings

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from ranks import read_metrics
+from ranks import REPOSITORY, environment, flags_of, read_metrics, start
 from tests_tiny import tiny_settings
-from training_command import REPOSITORY, environment, flags_of, start
 
 from megatron_neobert.config.schema import Settings
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import read_metrics
+from ranks import BASH, environment, flags_of, free_port, read_metrics
 from tests_tiny import tiny_settings
-from training_command import BASH, environment, flags_of, free_port
 
 from megatron_neobert.config.schema import Settings
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from ranks import read_metrics
+from ranks import BASH, environment, flags_of, read_metrics, start
 from reliability.states import assert_same_state
 from tests_tiny import tiny_settings
-from training_command import BASH, environment, flags_of, start
 
 ITERATIONS = 300
 

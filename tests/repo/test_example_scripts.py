@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import REPOSITORY, run_program
-from distributed.training_command import environment
+from distributed.ranks import environment
 from json_files import write_jsonl
 from security.good_inputs import write_eurobert
 from tests_tiny import made_up_texts
