@@ -4,7 +4,7 @@
     python tools/accept_gpu.py --output acceptance --phases parity speed
     python tools/accept_gpu.py --output rehearsal --device cpu      # tries the command with a tiny model, without a GPU
 
-`tools/acceptance_phases.py` has ten phases, which run on one GPU for at most ten minutes each. A phase starts
+`tools/acceptance/phases.py` has ten phases, which run on one GPU for at most ten minutes each. A phase starts
 commands of this project and compares their figures with limits. A phase that fails does not stop the others. A second
 call with the same output folder keeps the phases that passed with the same GPU and versions. The folder contains
 report.md, the results of each phase and the output of all commands.
@@ -36,8 +36,8 @@ from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.environment import installed_packages
 from megatron_neobert.runtime.own_files import claim_folder
 from megatron_neobert.text import parse_json
-from tools.acceptance import Failed, Phase
-from tools.acceptance_phases import NEEDS_CUDA, PHASES
+from tools.acceptance.phase import Failed, Phase
+from tools.acceptance.phases import NEEDS_CUDA, PHASES
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4")
 Status = Literal["passed", "failed", "not run"]

@@ -28,13 +28,13 @@ from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import (
     MANIFEST,
-    FileRecord,
     lock_if_possible,
     read_text,
     replace_file,
     sha256_of,
     sync_to_disk,
 )
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import (
     RECORD,
     claim_folder,

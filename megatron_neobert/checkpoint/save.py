@@ -29,9 +29,10 @@ from megatron_neobert.checkpoint.shards import LocalBox, assign_to_files, parts_
 from megatron_neobert.checkpoint.train_state import write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, NeoBERTError, OutputError, SaveError
-from megatron_neobert.runtime.atomic_files import FileRecord, sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.distributed import broadcast, first_of_ranks
 from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import delete_folder
 from megatron_neobert.state import Run
 

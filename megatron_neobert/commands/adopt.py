@@ -21,8 +21,8 @@ from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, MappedS
 from megatron_neobert.data.corpus.writer import TokenizedChunk, write_corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.jobs import Finished, JobFolder
+from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import visible
 
 # Documents whose ids are in memory at a time.

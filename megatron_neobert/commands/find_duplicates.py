@@ -51,8 +51,8 @@ from megatron_neobert.data.deduplication.search import (
     steps_of,
 )
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.jobs import Job, JobRunner, finish_jobs
+from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import percent
 
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.

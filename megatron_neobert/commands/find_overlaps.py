@@ -26,8 +26,8 @@ from megatron_neobert.data.deduplication.search import (
     open_corpora,
     read_steps,
 )
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.jobs import Job, JobRunner, finish_jobs
+from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import percent
 
 # Base of the polynomial hash of an n-gram, 2^64 / golden ratio, and a factor that mixes its bits.

@@ -25,15 +25,9 @@ import msgspec
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.runtime.atomic_files import (
-    FileRecord,
-    NewFile,
-    lock_if_possible,
-    read_text,
-    replace_file,
-    sha256_of,
-)
+from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of
 from megatron_neobert.runtime.executors import RayCluster, WorkerPool
+from megatron_neobert.runtime.new_file import FileRecord, NewFile
 from megatron_neobert.runtime.own_files import (
     RECORD,
     claim_folder,

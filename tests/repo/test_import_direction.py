@@ -40,7 +40,7 @@ LAYERS = [
     Layer(6, "evaluation", ".evaluation"),
     Layer(7, "inspection", ".inspection"),
     Layer(7, "conversion", "checkpoint_conversion"),
-    Layer(7, "acceptance", "tools.acceptance tools.acceptance_phases"),  # phases of tools/accept_gpu.py
+    Layer(7, "acceptance", "tools.acceptance"),  # phases of tools/accept_gpu.py
     Layer(7, "launch", ".launch .pretrain"),
     Layer(8, "benchmarks", "benchmarks"),
     Layer(8, "commands", ".commands tools.accept_gpu"),

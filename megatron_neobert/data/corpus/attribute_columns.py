@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_neobert.runtime.atomic_files import FileRecord, sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
+from megatron_neobert.runtime.new_file import FileRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import FileRecord, read_text, replace_file
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.text import parse_json, percent
 
 FORMAT_VERSION = 1

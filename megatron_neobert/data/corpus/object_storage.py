@@ -28,7 +28,8 @@ from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, CorpusShar
 from megatron_neobert.data.inputs.find import InputVersion, version_from_info
 from megatron_neobert.data.inputs.input_reader import file_system_of, named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
-from megatron_neobert.runtime.atomic_files import FileRecord, lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import claim_folder, open_lock
 
 LIMIT_BYTES = 100 * 10**9  # limit for all blocks of a cache folder

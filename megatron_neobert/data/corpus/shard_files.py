@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, CorpusShard
 from megatron_neobert.data.corpus.object_storage import BLOCK_BYTES, RemoteFile
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import NewFile
+from megatron_neobert.runtime.new_file import NewFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -33,8 +33,9 @@ from megatron_neobert.data.corpus.format import (
 )
 from megatron_neobert.data.corpus.shard_files import write_index
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.runtime.atomic_files import NewFile, sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, JobRunner, finish_jobs
+from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
 
 if TYPE_CHECKING:

@@ -26,8 +26,9 @@ from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filt
 from megatron_neobert.data.tokenizer.fast_backends import Backend, BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import NewFile, sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
+from megatron_neobert.runtime.new_file import NewFile
 
 # Encoders of this process, by fingerprint and `is_reference`. All jobs of a run share an encoder, because loading takes
 # up to half a second and a fast back end caches the words of earlier jobs.

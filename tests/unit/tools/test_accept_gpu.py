@@ -18,14 +18,14 @@ from processes import run_command
 
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.errors import OutputError
-from tools import acceptance_phases
-from tools.acceptance import SIZES, Failed, Phase
+from tools.acceptance import phases
+from tools.acceptance.phase import SIZES, Failed, Phase
 
 WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile", "evaluate")
 
 
 def results_of(output: Path) -> dict[str, dict]:
-    files = {name: output / "phases" / f"{name}.json" for name in acceptance_phases.PHASES}
+    files = {name: output / "phases" / f"{name}.json" for name in phases.PHASES}
     return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
 
 
@@ -71,7 +71,7 @@ def test_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(Phase, "train", train_with_another_rate)
     phase = Phase("resume", tmp_path, "cpu")
     with pytest.raises(Failed, match=r"losses after resuming differ by \S+, more than 0"):
-        acceptance_phases.check_resume(phase)
+        phases.check_resume(phase)
     assert phase.tables["losses after resuming"][0]["bit for bit"] == 1
 
 
@@ -82,7 +82,7 @@ def start(tmp_path, monkeypatch):
 
     def start_here(replaced: dict, *names: str, gpu: str = "none") -> int:
         for name, function in replaced.items():
-            monkeypatch.setitem(acceptance_phases.PHASES, name, function)
+            monkeypatch.setitem(phases.PHASES, name, function)
         device = "cpu" if gpu == "none" else "cuda"
         monkeypatch.setattr(accept_gpu, "describe_machine", lambda device: {"device": device, "GPU": gpu})
         arguments = ["accept_gpu.py", "--output", str(tmp_path), "--device", device, "--phases", *names]
@@ -141,12 +141,12 @@ def test_folder_of_others_is_not_used(start, tmp_path):
 
 def test_gpu_is_accepted_when_every_phase_has_passed_on_this_gpu(start, tmp_path, capsys):
     ran = []
-    replaced = dict.fromkeys(acceptance_phases.PHASES, ran.append)
+    replaced = dict.fromkeys(phases.PHASES, ran.append)
     assert start(replaced, "speed", gpu="NVIDIA H100") == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("; passed: speed")
-    assert start(replaced, *acceptance_phases.PHASES, gpu="NVIDIA H200") == 0
+    assert start(replaced, *phases.PHASES, gpu="NVIDIA H200") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "accepted: NVIDIA H200"
-    assert [phase.name for phase in ran] == ["speed", *acceptance_phases.PHASES]
+    assert [phase.name for phase in ran] == ["speed", *phases.PHASES]
     assert (tmp_path / "report.md").read_text().startswith("# Acceptance: accepted: NVIDIA H200\n")
 
 
@@ -159,7 +159,7 @@ def test_command_that_takes_too_long_is_killed_with_its_child_processes(tmp_path
     assert processes_about(tmp_path) == []
 
 
-@pytest.mark.parametrize("flags", [*acceptance_phases.KERNELS.values(), *acceptance_phases.RUNS.values()], ids=" ".join)
+@pytest.mark.parametrize("flags", [*phases.KERNELS.values(), *phases.RUNS.values()], ids=" ".join)
 def test_settings_of_the_gpu_phases_are_valid_at_full_size(flags):
     sizes = SIZES["cuda"]
     data = ("--data-path", "corpus", "--tokenizer-model", "vocab.txt", "--seq-length", sizes.seq_length)
@@ -173,7 +173,7 @@ def test_step_in_which_the_host_does_not_wait_exactly_once_fails(waits, count, t
     figures = {"waits": waits, "profile": [{"operation": "aten::mm", "calls": 1, "ms": 1.0}]}
     monkeypatch.setattr(Phase, "benchmark", lambda *_, **__: figures)
     phase = Phase("profile", tmp_path, "cpu")
-    acceptance_phases.profile_step(phase)
+    phases.profile_step(phase)
     (problem,) = phase.problems
     assert problem.startswith(f"local layers: the host waits {count} times per step instead of once: ")
 
@@ -187,14 +187,12 @@ def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Phase, "benchmark", figures)
     phase = Phase("speed", tmp_path, "cuda")
-    acceptance_phases.measure_speed(phase)
+    phases.measure_speed(phase)
     assert phase.problems == [
         "Transformer Engine, cuDNN: loss differs from that of the first kernels by 0.02, more than 0.001"
     ]
     measured = {row["kernels"] for row in phase.tables["steps"]}
-    assert measured == set(acceptance_phases.KERNELS) - {
-        "Transformer Engine, FlashAttention"
-    }  # not installed for the tests
+    assert measured == set(phases.KERNELS) - {"Transformer Engine, FlashAttention"}  # not installed for the tests
 
 
 @pytest.mark.parametrize("last", [[{"loss": 6.0, "grad_norm": float("inf")}], []], ids=["infinite", "skipped"])
@@ -204,7 +202,7 @@ def test_first_step_that_is_not_finite_fails(last, tmp_path, monkeypatch):
     monkeypatch.setattr(Phase, "train", lambda *_: curve)
     monkeypatch.setattr(Phase, "run", lambda *_: "")
     phase = Phase("first-step", tmp_path, "cuda")
-    acceptance_phases.check_first_step(phase)
+    phases.check_first_step(phase)
     assert len(phase.problems) == 2, "local layers and Transformer Engine"
 
 
@@ -212,29 +210,29 @@ def test_first_step_that_is_not_finite_fails(last, tmp_path, monkeypatch):
 def test_fp8_run_whose_losses_differ_from_bf16_fails(tmp_path, monkeypatch):
     """The FP8 run has another learning rate, so that its losses differ by more than the rounding of FP8."""
     runs = {"bf16": (), "bf16 again": (), "tensorwise": ("--lr", 6e-2)}
-    monkeypatch.setattr(acceptance_phases, "RUNS", runs)
+    monkeypatch.setattr(phases, "RUNS", runs)
     phase = Phase("fp8", tmp_path, "cpu")
-    acceptance_phases.compare_fp8(phase)
+    phases.compare_fp8(phase)
     (problem,) = phase.problems
     assert problem.startswith("tensorwise: losses differ from those in bf16 by ")
     bf16, again, fp8 = phase.tables["runs"]
     assert (again["largest gap"], again["last loss"]) == (0.0, bf16["last loss"])
-    assert fp8["largest gap"] > acceptance_phases.FP8_LOSS and fp8["tokens/s"] > 0
+    assert fp8["largest gap"] > phases.FP8_LOSS and fp8["tokens/s"] > 0
 
 
 def test_score_that_differs_from_that_on_the_cpu_is_a_problem(tmp_path, monkeypatch):
     scores = {"here": 0.70, "cpu": 0.74}  # 100 rows, of which four have another class
-    monkeypatch.setattr(acceptance_phases, "evaluate", lambda *arguments: {"glue rte": scores[arguments[-1]]})
-    monkeypatch.setattr(acceptance_phases, "write_data", lambda folder, texts: folder)
+    monkeypatch.setattr(phases, "evaluate", lambda *arguments: {"glue rte": scores[arguments[-1]]})
+    monkeypatch.setattr(phases, "write_data", lambda folder, texts: folder)
     for method in ("run", "train"):
         monkeypatch.setattr(Phase, method, lambda phase, *arguments, **options: "")
     monkeypatch.setattr(Phase, "prepare_corpus", lambda phase: (tmp_path / "corpus", tmp_path))
     phase = Phase("evaluate", tmp_path, "cpu")
-    acceptance_phases.check_evaluations(phase)
+    phases.check_evaluations(phase)
     assert phase.problems == ["glue rte: the score differs from that on the CPU by 0.04, more than 0.03"]
     scores["here"] = 0.73
     phase = Phase("evaluate", tmp_path, "cpu")
-    acceptance_phases.check_evaluations(phase)
+    phases.check_evaluations(phase)
     assert phase.problems == [] and len(phase.tables["scores"]) == 1
 
 

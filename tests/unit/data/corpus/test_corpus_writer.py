@@ -20,7 +20,7 @@ from megatron_neobert.data.corpus.format import FileRecord, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.corpus.writer import refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
-from megatron_neobert.runtime import atomic_files
+from megatron_neobert.runtime import new_file
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions, JobRunner
 
@@ -87,7 +87,7 @@ def chunks(tmp_path):
 @pytest.mark.parametrize("copied_bytes", [1 << 20, 10])
 @pytest.mark.parametrize(("layout", "workers"), [({}, 1), ({"shard_bytes": 30}, 1), ({"shard_bytes": 30}, 2)])
 def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layout, workers):
-    monkeypatch.setattr(atomic_files, "_BLOCK_BYTES", copied_bytes)
+    monkeypatch.setattr(new_file, "_BLOCK_BYTES", copied_bytes)
     monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 2)
     with JobRunner(JobOptions(workers=workers)) as runner:
         manifest = chunks.write(**layout, runner=runner)
@@ -183,7 +183,7 @@ def test_every_file_of_a_corpus_is_replaced_only_with_overwrite_and_only_if_it_i
 
 def measure_peak(folder):
     """Return the peak of the bytes allocated by Python while a corpus shard with 8 MB of ids is written."""
-    atomic_files._BLOCK_BYTES, shard_files._ITEMS_PER_STEP = 100_000, 1000
+    new_file._BLOCK_BYTES, shard_files._ITEMS_PER_STEP = 100_000, 1000
     made_up = ChunkFolder(folder, inputs=())
     for _ in range(20):
         made_up.add_chunk([[7] * 100] * 2000, input="input")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.text import parse_json
-from tools.acceptance import Curve, Failed, Phase, expect_small, relative_gaps
+from tools.acceptance.phase import Curve, Failed, Phase, expect_small, relative_gaps
 
 # Limits of relative differences between losses, with the values of one H200 (docs/performance.md).
 # FP8 against bf16 in the second half of a run: 1.4e-2 at most after 100 iterations. Two runs in bf16 differ by 4e-3.

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_neobert.runtime.executors import deferred
 from megatron_neobert.text import parse_json
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS_PER_PHASE = 600  # timeout, so that a phase that hangs does not block the others
 
 Curve = dict[int, dict[str, Any]]  # iteration -> line of metrics.jsonl
