@@ -303,6 +303,8 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     names = {role: standard for role, (standard, _) in STANDARD_NAMES.items()}
     backend = build_bert_backend(models.WordPiece(unk_token=names["unk"]), lowercase=lowercase)
     pre_tokenize, normalize = backend.pre_tokenizer.pre_tokenize_str, backend.normalizer.normalize_str
+    # The alphabet: the most frequent characters up to _CHARACTER_COVERAGE of the normalised texts, and the printable
+    # ASCII characters that the normalizer does not change.
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalize(text))
