@@ -62,8 +62,9 @@ models=("$run/models/untrained")
 names=(untrained) runs=(untrained) numbers=(1) formats=(neobert)
 for share in 8 4 2 1; do
     number=$((iterations / share))
-    models+=("$run/models/iteration-$number")
-    names+=("iteration-$number") runs+=(training) numbers+=("$number") formats+=(neobert)
+    name=iteration-$(printf %07d "$number") # the report sorts by name
+    models+=("$run/models/$name")
+    names+=("$name") runs+=(training) numbers+=("$number") formats+=(neobert)
 done
 trained=${models[-1]}
 names+=(eurobert) runs+=(training) numbers+=("$iterations") formats+=(eurobert)
