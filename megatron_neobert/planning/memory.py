@@ -48,10 +48,7 @@ def plan_memory(settings: Settings, *, vocab_size: int, world_size: int) -> Rank
 
 
 def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, stage: int) -> RankMemory:
-    """Return the bytes that a rank of a pipeline stage needs at the peak of a training step.
-
-    `vocab_size` is the number of tokens without padding, and `stage` counts from 0.
-    """
+    """Return the bytes that a rank of a pipeline stage needs at the peak of a training step."""
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
     layer, kept_by_layer = layer_bytes(settings)

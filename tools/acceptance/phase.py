@@ -1,4 +1,4 @@
-"""What a phase of tools/accept_gpu.py needs: sizes, commands with their logs, and comparisons of figures."""
+"""A running phase of tools/accept_gpu.py: its commands, the sizes of its models and runs, and its results."""
 
 import os
 import re

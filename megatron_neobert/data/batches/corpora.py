@@ -93,7 +93,11 @@ def open_phases(settings: Settings) -> list[OpenedCorpora]:
 def _split_sources(
     components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Return the sources for training and for validation. A component without held-out documents has only one."""
+    """Return the sources for training and for validation. Components that hold out nothing have no validation source.
+
+    Raise ConfigError for a malformed `split`, and DataError if a component has no document for training, or if its
+    filters choose no held-out document.
+    """
     training: list[Source] = []
     validation: list[Source] = []
     for component, weight in zip(components, whole_weights(components), strict=True):

@@ -138,7 +138,12 @@ def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield (number of the first document, {name: column}) for each batch of documents."""
+    """Yield (number of the first document, {name: column}) for each batch of documents.
+
+    Raises:
+        ConfigError: An attribute is missing, or its values are not numbers, texts or truth values.
+        DataError: A file of attributes is damaged.
+    """
     stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:
@@ -194,7 +199,10 @@ def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "
 
 
 def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Evaluate a condition for each row. The result is null if it depends on a missing value."""
+    """Evaluate a condition for each row. The result is null if it depends on a missing value.
+
+    Raise ConfigError if the condition compares different types.
+    """
     import pyarrow.compute as pc
 
     match node:

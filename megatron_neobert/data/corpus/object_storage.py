@@ -286,10 +286,11 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
-    """Call `action` with the fsspec file system of `url`, the path in it and a timeout, up to five times.
+    """Call `action` with the fsspec file system of `url`, the path in it and a timeout, and return the result.
 
-    A missing file is retried too, unless `retry_missing` is False: an overloaded server may report an existing file as
-    missing.
+    After an OSError, wait and call `action` again; raise StorageError after five failed calls. A missing file is
+    retried too, because an overloaded server may report an existing file as missing; if `retry_missing` is False, raise
+    MissingInputError instead.
     """
     waits = list(_WAITS_SECONDS)
     while True:
@@ -311,6 +312,7 @@ def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *,
 
 
 def _checked_version(url: str, recorded: FileRecord) -> InputVersion:
+    """Return the version of a remote file; raise DataError if its size differs from the manifest."""
     version = _version_of(url)
     if version.bytes != recorded.bytes:
         raise DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {version.bytes}; {DAMAGED}")

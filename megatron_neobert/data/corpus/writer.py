@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class TokenizedChunk:
     """Record of a tokenized chunk, whose files are NAME.KIND in PREFIX.partial.
 
-    Kinds: ids (in the dtype of the corpus), lengths (int32), attributes (see attributes.py, only with
+    Kinds: ids (in the dtype of the corpus), lengths (int32), attributes (see attribute_columns.py, only with
     --record-key), rejects (JSON lines).
     """
 
@@ -184,7 +184,8 @@ def write_corpus(
 def _replace_old_corpus(files: CorpusFiles, manifest: Manifest, work: Path) -> None:
     """Remove the old corpus with this prefix, and move the new corpus's files from `work` to their final names.
 
-    The old manifest goes first and the new one comes last, so no manifest ever describes missing or replaced files.
+    The old manifest is removed first, and the new manifest is moved last. So after a kill in between, no manifest
+    describes missing or replaced files. Raise OutputError if a new file would replace a file of another corpus.
     """
     old_files, pairs = files.existing_files(), files.shard_files(len(manifest.shards))
     for file in sum(pairs, ()):

@@ -78,7 +78,10 @@ def version_from_info(info: dict[str, Any], url: str) -> InputVersion:
 
 
 def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield the patterns. Replace each `@list` by the lines of `list`, unless a file `@list` exists."""
+    """Yield the patterns. Replace each `@list` by the lines of the file or URL `list`, without blank lines.
+
+    A pattern `@list` is not replaced if a file `@list` exists. Raise MissingInputError if `list` does not exist.
+    """
     for pattern in patterns:
         if not pattern.startswith("@") or Path(pattern).exists():
             yield pattern
@@ -93,7 +96,10 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _walk(top: Path) -> Iterator[str]:
-    """Yield all files below `top` as relative paths. Symbolic links are followed, but each folder is read once."""
+    """Yield all files below `top` as paths relative to `top`, unsorted. Raise OSError if a folder is unreadable.
+
+    Folders that begin with `.` or `_` are skipped. Symbolic links are followed, but each folder is read only once.
+    """
 
     def fail(error: OSError) -> None:
         raise error

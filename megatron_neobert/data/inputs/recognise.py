@@ -141,9 +141,11 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
-    """Return "jsonl" or "text" for a file without magic bytes, whose first decompressed bytes are `head`.
+    """Return "jsonl" or "text", the format of a file without the magic bytes of a table or web archive.
 
-    If `head` is ambiguous, the ending of `path`, such as .jsonl or .csv, decides.
+    `head` holds the first _HEAD_BYTES of the decompressed file. If `head` is ambiguous, the ending of `path`, such as
+    .jsonl or .csv, decides. Raise DataError for binary content, a PDF, markup, a CSV table, and JSON whose objects span
+    lines.
     """
     for magic, (kind, remedy) in _REFUSED_CONTENT.items():
         if head.startswith(magic):

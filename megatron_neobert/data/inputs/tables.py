@@ -101,6 +101,7 @@ def _raw_values(column: pa.Array) -> Iterator[bytes | None]:
 
 def _as_bytes(column: pa.Array) -> pa.Array:
     # A view copies nothing. A cast takes longer than decoding short texts.
+    """Return a column of strings as a column of bytes, without a copy. Other columns are returned unchanged."""
     return column.view(_BYTES_OF.get(column.type, column.type))
 
 
@@ -132,7 +133,11 @@ def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[pa.Array], float, list[str]]]:
-    """Yield (an array for --text-key and each --record-key, share of the chunk read, names of the file's columns)."""
+    """Yield (columns, share of the chunk read so far, names of the file's columns) for each batch of consecutive rows.
+
+    `columns` contains an array for --text-key, then an array for each --record-key. Raise DataError if rows are missing
+    at the end or --text-key is no text column.
+    """
     with _open_parquet(chunk.path) as file:
         columns = _find_columns(chunk.path, file.schema_arrow, settings)
         end, row = file.metadata.num_rows if chunk.end is None else chunk.end, chunk.start
@@ -152,7 +157,10 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[p
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
-    """Yield an Arrow file or stream, memory-mapped if local, pyarrow's function to read it, and its size in bytes."""
+    """Context manager: open an Arrow file or stream, memory-mapped if local. Raise ArrowInvalid if it is truncated.
+
+    Yield the source, the pyarrow function that opens a reader for it, and its size in bytes.
+    """
     with open_input(path) as file:
         is_file = file.read(6) == b"ARROW1"
         size = file.seek(0, 2)
@@ -202,7 +210,10 @@ def _check_offsets(column: pa.Array) -> None:
 
 @contextmanager
 def _named_damage(chunk: Chunk) -> Iterator[None]:
-    """Context manager: convert pyarrow's errors to DataError, and name the file in other OSErrors."""
+    """Context manager: convert pyarrow errors, ValueError and OverflowError to DataError. Name the file in OSErrors.
+
+    pyarrow raises plain OSErrors without errno. All other OSErrors come from the file system or the network.
+    """
     with named_errors(chunk.path):
         try:
             yield
@@ -227,8 +238,10 @@ def _take_column(batch: pa.RecordBatch, path: Sequence[str]) -> pa.Array:
 def _find_columns(path: str, schema: pa.Schema, settings: ReadSettings) -> list[tuple[list[str], pa.DataType]]:
     """Return (path, type) of the --text-key column, then of each --record-key column.
 
-    A path lists the names that lead to a field within structs; it is empty for a --record-key without a column. For the
-    key `a.b`, a column named `a.b` takes precedence over the field `b` of the struct `a`.
+    A path lists the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
+    named `a.b` takes precedence over the field `b` of the struct `a`. The path of a --record-key without a column is
+    empty. Raise DataError if the file `path` has no column --text-key, its type is neither text nor null, or a key has
+    several columns.
     """
     columns: dict[str, tuple[list[str], pa.DataType]] = {}
     queue: list[tuple[list[str], pa.DataType]] = [([field.name], field.type) for field in schema]

@@ -79,7 +79,11 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields, *, limit: int) -> None:
-    """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it."""
+    """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it.
+
+    Responses with another status than 200, or with content that is neither HTML nor text, are dropped. Malformed
+    responses, and bodies of more than `limit` decoded bytes, are rejected. A truncated body is read as far as it goes.
+    """
     from fastwarc.warc import WarcRecord
 
     try:

@@ -341,7 +341,7 @@ def test_padding_may_be_anywhere(mask: Tensor, monkeypatch: pytest.MonkeyPatch):
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "sdpa"])
 def test_packed_kernels_get_the_bounds_of_the_rows(implementation: str, monkeypatch: pytest.MonkeyPatch):
-    """The kernel stands in for flash-attn's and for torch's, which take the same arguments in the same order."""
+    """One kernel replaces flash-attn's and torch's, which take the same arguments in the same order."""
     expected, kernel = build_model()(**BATCH).logits, FlashKernel(monkeypatch)
     if implementation == "sdpa":
         monkeypatch.setattr(modeling_neobert, "has_packed_kernel", lambda *_: True)

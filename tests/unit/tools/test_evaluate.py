@@ -1,6 +1,6 @@
 """The commands `neobert evaluate ...`, `fetch mteb` and `report` as a user calls them.
 
-A folder stands in for the Hub, and nothing is timed. Importing mteb takes seconds, so commands run in this process.
+A folder replaces the Hub, and nothing is timed. Importing mteb takes seconds, so commands run in this process.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The Python scripts of examples/; folders stand in for the repositories of the Hub."""
+"""The Python scripts of examples/; folders replace the Hub's repositories."""
 
 import json
 import runpy
